@@ -24,7 +24,7 @@ def parse_size(option: str, text: str) -> int:
     """Return the bytes in a text such as `24GB` or `22.5GiB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", text.strip().lower())
     if match is None or match[2] not in _UNITS or not float(match[1]):
-        raise TrainError(f"{option} {text!r} must be a size, such as 24GB or 22.5GiB.")
+        raise TrainError(f"{option} {text!r:.120} must be a size, such as 24GB or 22.5GiB.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 

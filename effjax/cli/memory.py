@@ -350,7 +350,7 @@ def plan_steps(
     names = list(steps(batch_size))
     if unknown := set(only) - set(names):
         choices = ", ".join(map(repr, names))
-        raise TrainError(f"--only {unknown.pop()!r} must be one of {choices}.")
+        raise TrainError(f"--only {unknown.pop()!r:.120} must be one of {choices}.")
     shared: dict[str, Any] = dict(num_devices=options.num_devices, progress=True, **limits)
 
     def plan_all(by_name: StepsByName) -> "Comparison | dict[str, MaxBatch]":

@@ -196,11 +196,11 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
         if name not in params:
             close = difflib.get_close_matches(name, [str(n) for n in params], 1)
             hint = f" Did you mean {close[0]}?" if close else ""
-            raise TrainError(f"--config {path}: {key!r} is not an option.{hint}")
+            raise TrainError(f"--config {path}: {key!r:.120} is not an option.{hint}")
         if name in context.default_map:
-            raise TrainError(f"--config {path}: {key!r} is given twice.")
+            raise TrainError(f"--config {path}: {key!r:.120} is given twice.")
         if value is not None:
-            _check_yaml(f"--config {path}: {key!r} (={value!r})", value, params[name])
+            _check_yaml(f"--config {path}: {key!r:.120} (={value!r:.120})", value, params[name])
             context.default_map[name] = value
     return path
 

@@ -27,14 +27,14 @@ def load_steps(name: str) -> Callable[[int], dict[str, tuple[Any, ...]]]:
         if not (error.name and f"{module_name}.".startswith(f"{error.name}.")):
             raise
         raise TrainError(
-            f"{name!r}: there is no module {error.name}. Give a name that `import` accepts in this "
-            "folder, such as my_module:my_step."
+            f"{name!r:.120}: there is no module {error.name}. Give a name that `import` accepts "
+            "in this folder, such as my_module:my_step."
         ) from error
     finally:
         del sys.path[0]
     factory = getattr(module, function_name, None)
     if not callable(factory):
-        raise TrainError(f"{name!r}: {module_name} has no function {function_name!r}.")
+        raise TrainError(f"{name!r:.120}: {module_name} has no function {function_name!r}.")
 
     def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
         result: Any = factory(batch_size)
@@ -42,7 +42,7 @@ def load_steps(name: str) -> Callable[[int], dict[str, tuple[Any, ...]]]:
         for step in by_name.values():
             if not (isinstance(step, Sequence) and step and callable(step[0])):
                 raise TrainError(
-                    f"{name!r} must return (fun, *args) or a dictionary of such tuples, not "
+                    f"{name!r:.120} must return (fun, *args) or a dictionary of such tuples, not "
                     f"{type(step).__name__}."
                 )
         return {printable(str(key)): tuple(step) for key, step in by_name.items()}

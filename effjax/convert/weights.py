@@ -16,6 +16,7 @@ from .tables import (
     Table,
     check_table,
     from_torch_layout,
+    nnx_path,
     to_torch_layout,
     torch_names,
     update_name,
@@ -73,7 +74,14 @@ def from_torch(
         for path, array in found.items()
         if array.shape != leaves[path].shape
     ]
-    _check_names("weights", set(names.values()), given, prefix, other_shapes)
+    hint = ""
+    missing = [path for path, name in names.items() if name not in given]
+    if missing and all("offset_conv" in nnx_path(path).split(".") for path in missing):
+        hint = (
+            " The offsets of deformable convolutions begin at zero: for the weights of a network "
+            "without them, pass to_torch(into, table) | weights."
+        )
+    _check_names("weights", set(names.values()), given, prefix, other_shapes, hint)
     for path, array in found.items():
         if not _is_counter(names[path]):
             check_real(names[path], array)
@@ -174,7 +182,7 @@ def current_names(argument: str, names: Iterable[str], table: Table, prefix: str
 
 def _check_names(
     argument: str, wanted: Set[str], given: Mapping[str, Any], prefix: str,
-    other_shapes: Iterable[str] = (),
+    other_shapes: Iterable[str] = (), hint: str = "",
 ) -> None:  # fmt: skip
     """Raise ValueError unless the names of a network and the given ones match."""
     missing = wanted - given.keys()
@@ -182,7 +190,7 @@ def _check_names(
     problems = {"missing": missing, "left over": left_over, "of another shape": other_shapes}
     said = [f"{what}: {list_names(which)}" for what, which in problems.items() if which]
     if said:
-        hint = _prefix_hint(missing, given, prefix)
+        hint = _prefix_hint(missing, given, prefix) or hint
         raise ValueError(f"`{argument}` must match the network. {'; '.join(said)}.{hint}")
 
 

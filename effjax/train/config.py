@@ -86,7 +86,7 @@ def check_options(options: Any) -> None:
         choices = literal_choices(hints[field.name])
         if choices and value not in choices:
             expected = ", ".join(map(repr, choices))
-            raise TrainError(f"`{field.name}` (={value!r}) must be one of {expected}")
+            raise TrainError(f"`{field.name}` (={value!r:.120}) must be one of {expected}")
 
 
 def literal_choices(annotation: Any) -> tuple[Any, ...]:

@@ -49,6 +49,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def quoted(data: object) -> str:
+    """Return data of the user for a message: printable, and at most 120 characters."""
+    text = str(data)
+    return printable(text if len(text) <= 120 else f"{text[:119]}…")
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun, such as `"1 epoch"` or `"2 epochs"`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -247,8 +247,8 @@ def _check_same(task: Task[Any], run: RunDirectory, now: dict[str, Any]) -> None
     for name, value in before.get("options", {}).items():
         if name not in changeable and now["options"].get(name) != value:
             raise TrainError(
-                f"{run.path} was trained with `{name}` (={value!r}), not with "
-                f"{now['options'].get(name)!r}. Resume with the former, or start a new run."
+                f"{run.path} was trained with `{name}` (={value!r:.120}), not with "
+                f"{now['options'].get(name)!r:.120}. Resume with the former, or start a new run."
             )
 
 

@@ -73,7 +73,8 @@ def parse_axes(text: str | None, num_devices: int | None = None) -> dict[str, in
         name, _, size = (word.strip() for word in item.partition("="))
         if name not in (AXIS, FSDP) or name in sizes or not size.isdecimal() or not int(size):
             raise TrainError(
-                f"`mesh` (={text!r}) must be like {AXIS}=2,{FSDP}=4: each axis once, with its size"
+                f"`mesh` (={text!r:.120}) must be like {AXIS}=2,{FSDP}=4: each axis once, with "
+                "its size"
             )
         sizes[name] = int(size)
     if num_devices is not None and math.prod(sizes.values()) != num_devices:

@@ -100,8 +100,8 @@ def check_same_everywhere(name: str, mine: dict[str, Any]) -> None:
     if different:
         key = different[0]
         problem = (
-            f"{name} `{key}` (={mine.get(key)!r} in process {jax.process_index()}) is "
-            f"{first.get(key)!r} in process 0. Give all processes the same."
+            f"{name} `{key}` (={mine.get(key)!r:.120} in process {jax.process_index()}) is "
+            f"{first.get(key)!r:.120} in process 0. Give all processes the same."
         )
     if problems := [*filter(None, _gather(problem))]:
         raise TrainError(problems[0])

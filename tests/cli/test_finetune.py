@@ -146,3 +146,11 @@ def test_memory(run, base, tmp_path):
     assert min_bytes is not None
     kept, _ = min_bytes(activations="device")
     assert code == 0 and 0 < kept < plan["device"]["temporaries"]
+
+
+def test_adapter_is_no_checkpoint(run_finetune, tmp_path):
+    (tmp_path / "run" / "adapter").mkdir(parents=True)
+    (tmp_path / "run" / "adapter" / "adapter_config.json").write_text("{}")
+    code, _, err = run_finetune("run/adapter", *ROWS, *SHORT)
+    assert code == 2 and one_line(err)
+    assert "run/adapter: a LoRA adapter, not a checkpoint. Give the checkpoint that it" in err

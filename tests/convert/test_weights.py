@@ -329,3 +329,19 @@ def test_rejects_tensors_on_a_gpu():
 
     with pytest.raises(TypeError, match=r"`weights\['bias'\]`: .*cuda:0.*\.detach\(\)\.cpu\(\)"):
         convert.from_torch(W | {"bias": OnAGpu()}, linear())
+
+
+def test_weights_without_the_offsets_of_deformable_stages():
+    def make(dcn):
+        return models.ResNet(
+            stage_sizes=(1, 1), width=4, num_classes=2, stage_with_dcn=(False, dcn),
+            rngs=nnx.Rngs(0),
+        )  # fmt: skip
+
+    plain, model = convert.to_torch(make(False), convert.RESNET), make(True)
+    with pytest.raises(ValueError, match=r"begin at zero.*pass to_torch\(into, table\) \| weights"):
+        convert.from_torch(plain, model, convert.RESNET)
+    convert.from_torch(convert.to_torch(model, convert.RESNET) | plain, model, convert.RESNET)
+    del plain["fc.bias"]  # another name is missing too
+    with pytest.raises(ValueError, match=r"missing: fc\.bias, .*conv_offset\.weight\.$"):
+        convert.from_torch(plain, model, convert.RESNET)

@@ -176,8 +176,8 @@ class DenseNetRunConfig(ImageConfig):
         """Return the configuration; raise TrainError for options that cannot be combined."""
         if "resnet" in self.model or "resnext" in self.model:
             raise TrainError(
-                f"`model` (={self.model!r}) is not a DenseNet. Use effjax train resnet --model "
-                f"{self.model}."
+                f"`model` (={self.model!r:.120}) is not a DenseNet. Use effjax train resnet "
+                f"--model {self.model:.120}."
             )
         return super().resolve()
 

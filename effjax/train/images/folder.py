@@ -36,7 +36,8 @@ def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_M
         classes, test_classes = class_files(path / "train"), class_files(path / held_out)
         if odd := sorted(classes.keys() ^ test_classes.keys()):
             raise DataError(
-                f"{path}: class {odd[0]!r} must be in both train/ and {held_out}/, or in neither."
+                f"{path}: class {odd[0]!r:.120} must be in both train/ and {held_out}/, or "
+                "in neither."
             )
         train_files, train_labels = _files_and_labels(classes)
         test_files, test_labels = _files_and_labels(test_classes)

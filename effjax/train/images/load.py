@@ -35,9 +35,11 @@ def load_dataset(spec: str, image_size: int | None = None, in_memory: int = IN_M
         "folder": lambda: load_folder(Path(path), image_size, in_memory),
     }
     if kind not in readers or bool(path) == (kind == "digits"):
-        raise DataError(f"unknown data {spec!r}. Use one of {FORMATS}.")
+        raise DataError(f"unknown data {spec!r:.120}. Use one of {FORMATS}.")
     if image_size is not None and kind != "folder":
-        raise DataError(f"data {spec!r} has a fixed image size. Use `image_size` with folder:PATH.")
+        raise DataError(
+            f"data {spec!r:.120} has a fixed image size. Use `image_size` with folder:PATH."
+        )
     try:
         return readers[kind]()
     except OSError as error:

@@ -80,7 +80,7 @@ def model_builder(
 def _resnet_builder(config: ResNetRunConfig, options: dict[str, Any]) -> Callable[..., nnx.Module]:
     networks = {"resnet8": RESNET8, **RESNET_OPTIONS}
     if config.network not in networks:
-        raise TrainError(f"`model` (={config.model!r}) must be one of {', '.join(networks)}")
+        raise TrainError(f"`model` (={config.model!r:.120}) must be one of {', '.join(networks)}")
     network = networks[config.network]
     if config.dcn != "none":
         num_later = len(network["stage_sizes"]) - 1
@@ -101,7 +101,7 @@ def _densenet_builder(
         return lambda **overrides: densenet_cifar(depth, **options | overrides)
     if config.model not in DENSENET_OPTIONS:
         known = ", ".join(["densenet-bc", *DENSENET_OPTIONS])
-        raise TrainError(f"`model` (={config.model!r}) must be one of {known}")
+        raise TrainError(f"`model` (={config.model!r:.120}) must be one of {known}")
     if config.depth is not None:
         raise TrainError(
             f"`depth` (={config.depth}) needs `model` (={config.model}) to be densenet-bc. Others "

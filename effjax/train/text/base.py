@@ -24,6 +24,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MODEL, ADAPTER = "model", "adapter"  # folders of a run, written at its end
+ADAPTER_CONFIG = "adapter_config.json"
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights, for its fingerprint
 
 
@@ -137,6 +138,11 @@ def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> B
         raise DataError(f"{path}: a run, not a checkpoint. Give {hint}.")
     if not allow_file and not folder.is_dir():
         raise DataError(f"{path}: is a file. Give the folder of the checkpoint.")
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        raise DataError(
+            f"{path}: a LoRA adapter, not a checkpoint. Give the checkpoint that it was trained "
+            "on; effjax generate reads an adapter."
+        )
     try:
         model = DecoderConfig.from_json(folder)
     except OSError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._extras import install_command
-from ..errors import DataError, check_regular, counted, printable, unreadable
+from ..errors import DataError, check_regular, counted, quoted, unreadable
 
 Spans = tuple[tuple[int, int], ...]  # of characters: first, last + 1
 Message = Mapping[str, Any]
@@ -81,6 +81,11 @@ class Tokenizer:
                     "the chat template removes one end of a {% generation %} block, for example "
                     "with a filter"
                 )
+            if len(pieces) == 1:
+                raise DataError(
+                    "the chat template marks no turn of the assistant: it has {% generation %} "
+                    "blocks, and none is reached with these messages. Correct the template."
+                )
             ends = _cumulative_lengths(pieces)
             return [("".join(pieces), tuple(zip(ends[:-1:2], ends[1::2], strict=True)))]
 
@@ -126,7 +131,7 @@ class Tokenizer:
             if not messages:
                 what = "a conversation that begins with a turn of the assistant"
             raise DataError(
-                f"the chat template does not accept {what} ({printable(str(error))})"
+                f"the chat template does not accept {what} ({quoted(error)})"
             ) from error
 
 
@@ -164,7 +169,7 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
     try:
         backend: Any = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # tokenizers raises no other type
-        raise DataError(f"{file}: is not a tokenizer ({printable(str(error))})") from error
+        raise DataError(f"{file}: is not a tokenizer ({quoted(error)})") from error
     # Sequences are cut and padded by the functions that read rows.
     backend.no_truncation()
     backend.no_padding()
@@ -182,7 +187,7 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
         eos = backend.token_to_id(variables["eos_token"])
         if eos is None:
             raise DataError(
-                f"{file}: `eos_token` (={variables['eos_token']!r}) is not in tokenizer.json"
+                f"{file}: `eos_token` (={variables['eos_token']!r:.120}) is not in tokenizer.json"
             )
         end = end if eos in end else (*end, eos)
     # Byte-level processors would also shorten the offsets of tokens by their spaces.
@@ -208,7 +213,7 @@ def _parse_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(_read(file))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not JSON ({error})") from error
+        raise DataError(f"{file}: is not JSON ({quoted(error)})") from error
     if not isinstance(config, dict):
         raise DataError(f"{file}: must contain a JSON object")
     return config
@@ -303,7 +308,7 @@ def _compile(source: str, today: datetime.date) -> Any:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise DataError(f"the chat template is not valid ({printable(str(error))})") from error
+        raise DataError(f"the chat template is not valid ({quoted(error)})") from error
 
 
 def _normalize(message: Message) -> dict[str, Any]:

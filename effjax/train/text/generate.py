@@ -20,13 +20,12 @@ from ...convert import load_adapter
 from ...convert.checkpoint import complete_replacement
 from ...models import DecoderConfig, decoder_shapes
 from ...models.generate import Options, advance, start
-from ..errors import DataError, TrainError, counted, printable, unreadable
+from ..errors import DataError, TrainError, counted, printable, quoted, unreadable
 from ..run_directory import RunDirectory
-from .base import ADAPTER, MODEL, Base, find_base
+from .base import ADAPTER, ADAPTER_CONFIG, MODEL, Base, find_base
 from .chat import Tokenizer, load_tokenizer
 from .config import FinetuneConfig
 
-ADAPTER_CONFIG = "adapter_config.json"
 CONTENT = "effjax-turn"  # content of a turn; no template contains this text
 # Characters that are shown although they are not printable; two of them join letters and emoji.
 KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
@@ -115,7 +114,7 @@ class TextModel:
         except OSError as error:
             raise unreadable(file, error) from error
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}: is not JSON ({error})") from error
+            raise DataError(f"{file}: is not JSON ({quoted(error)})") from error
         tokens = set(self.tokenizer.end)
         for content in settings:
             eos = content.get("eos_token_id") if isinstance(content, dict) else None
@@ -186,7 +185,7 @@ def _find_base_of(adapter: Path) -> Path:
     except OSError as error:
         raise unreadable(file, error) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not JSON ({error})") from error
+        raise DataError(f"{file}: is not JSON ({quoted(error)})") from error
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not isinstance(base, str) or not Path(base).is_dir():
         raise DataError(

@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DataError, check_regular, counted, printable, unreadable
+from ..errors import DataError, check_regular, counted, quoted, unreadable
 from .chat import Spans, Tokenizer
+from .encode import encode_texts
 
-CHUNK = 2**22  # characters that are tokenized at a time, in parallel; a token takes 100 bytes then
-FORMS = "`text`, `prompt` and `completion`, or `messages`"
+CHUNK = 2**22  # characters of rows that are tokenized at a time, in parallel
+FORMS = "one of these: `text`; `prompt` with `completion`; or `messages`"
+ARRAY = "Write one JSON object into each line, as `jq -c '.[]' FILE` does with a JSON array."
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ def _tokenize(path: Path, tokenizer: Tokenizer, max_length: int) -> _TokenizedRo
     num_cut = num_skipped = 0
     for chunk in _chunk(_read_rows(path, tokenizer)):
         texts = [example.text for row in chunk for example in row]
-        encodings = iter(tokenizer.backend.encode_batch(texts, add_special_tokens=False))
+        encodings = iter(encode_texts(tokenizer.backend, texts))
         pieces = []
         for row in chunk:
             before, is_cut = len(pieces), False
@@ -341,12 +343,16 @@ def _load(line: bytes) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise DataError("contains half of a surrogate pair, which is not a character") from error
     except json.JSONDecodeError as error:
+        if line.lstrip().startswith(b"["):
+            raise DataError(f"begins a JSON array. {ARRAY}") from error
         raise DataError(
             f"is not JSON ({error.msg}, column {error.colno}). Write one JSON object into each "
             "line."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is not JSON that can be read ({error})") from error
+        raise DataError(f"is not JSON that can be read ({quoted(error)})") from error
+    if isinstance(row, list):
+        raise DataError(f"is a JSON array. {ARRAY}")
     if not isinstance(row, dict):
         raise DataError(f"must be a JSON object with {FORMS}, not a {_json_type(row)}")
     return row
@@ -362,11 +368,11 @@ def _parse(line: bytes, tokenizer: Tokenizer) -> list[_Example]:
     forms = [("text",), ("prompt", "completion"), ("messages",)]
     complete = [form for form in forms if all(name in row for name in form)]
     if not complete:
-        have = ", ".join(f"`{printable(name)}`" for name in row) or "nothing"
+        have = quoted(", ".join(f"`{name}`" for name in row)) or "nothing"
         raise DataError(f"must have {FORMS}. It has {have}.")
     if len(complete) > 1:
         names = " and ".join(f"`{name}`" for form in complete for name in form)
-        raise DataError(f"must have only one of {FORMS}. It has {names}.")
+        raise DataError(f"must have only {FORMS}. It has {names}.")
     if complete[0] == ("messages",):
         return _parse_messages(row, tokenizer)
 

@@ -139,7 +139,7 @@ def check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, base: Base) -> No
         token = tokenizer.backend.id_to_token(largest)
         raise DataError(
             f"{base.folder}: its tokenizer and its config.json belong to different models. Token "
-            f"{largest} ({token!r}) of the data is not below `vocab_size` "
+            f"{largest} ({token!r:.120}) of the data is not below `vocab_size` "
             f"(={base.model.vocab_size})."
         )
 
@@ -153,7 +153,7 @@ def _parse_date(text: str) -> datetime.date:
     try:
         return datetime.date.fromisoformat(text)
     except ValueError as error:
-        raise TrainError(f"`date` (={text!r}) must be like 2026-01-31") from error
+        raise TrainError(f"`date` (={text!r:.120}) must be like 2026-01-31") from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

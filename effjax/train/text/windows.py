@@ -63,7 +63,7 @@ def load_text(spec: str) -> Text:
         return split_text(spec, _pydoc_topics())
     kind, _, path = spec.partition(":")
     if kind != "text" or not path:
-        raise DataError(f"unknown data {spec!r}. Use one of {FORMATS}.")
+        raise DataError(f"unknown data {spec!r:.120}. Use one of {FORMATS}.")
     try:
         content = b"\n".join(file.read_bytes() for file in _files(Path(path)))
     except OSError as error:

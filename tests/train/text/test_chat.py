@@ -205,3 +205,12 @@ def test_missing_package(folder, monkeypatch):
         DataError, match=r"jinja2.* is missing\. Run pip install \"\.\[finetune\]\""
     ):
         load_tokenizer(folder, TODAY)
+
+
+def test_generation_blocks_that_are_not_reached(load):
+    template = (
+        "{% for m in messages %}{% if m.role == 'model' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match="marks no turn of the assistant.*Correct the template"):
+        load(template).render_turns(CONVERSATION)
