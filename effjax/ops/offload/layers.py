@@ -22,7 +22,7 @@ from .backends import (
     write,
 )
 from .host_init import init_by_layer, init_in_place, place_state, state_space
-from .mixing import check_per_leaf
+from .mixing import check_per_leaf, find_state_keys
 from .optimizer import (
     GradientStats,
     apply_optimizer,
@@ -96,7 +96,7 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
     @follow_arrays
     def init(params: Tree) -> Tree:
         params = as_array_tree("params", params)
-        layers.count("params", params)
+        layers.check_params("params", params)
         return layers.init(params)
 
     @follow_arrays
@@ -109,7 +109,7 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
     ):
         check_clipping(clip_norm, clip_by, ("global", "layer"))
         params, grads = as_array_tree("params", params), as_array_tree("grads", grads)
-        layers.count("params", params)
+        layers.check_params("params", params)
         check_same_shapes("grads", grads, "`params`", params)
         layers.check_state("state", state, params)
         if clip_norm is None:
@@ -144,13 +144,18 @@ class LayerStack:
 
     tx: Any
 
-    def count(self, name: str, params: Tree) -> int:
+    def check_params(self, name: str, params: Tree) -> None:
+        """Raise ValueError unless the arrays have the same number of layers."""
+        count_layers(params, name)
+
+    def count(self, params: Tree) -> int:
         """Return the number of layers."""
-        return count_layers(params, name)
+        return count_layers(params)
 
     def init(self, params: Tree) -> Tree:
         """Return the state of each layer, [L, ...]."""
-        keys = check_per_leaf(self.tx, layer_shapes(params))
+        check_per_leaf(self.tx, layer_shapes(params))
+        keys = find_state_keys(self.tx, layer_shapes(params))
 
         def make(w: Tree, i: jax.Array) -> Tree:
             return fold_state_keys(self.tx.init(w), keys, i)
@@ -274,17 +279,21 @@ class LayerList:
 
     tx: Any
 
-    def count(self, name: str, params: Any) -> int:
-        """Return the number of layers."""
+    def check_params(self, name: str, params: Any) -> None:
+        """Raise TypeError unless there is an entry per layer."""
         if not isinstance(params, Sequence):
             raise TypeError(
                 f"`{name}` must be a list or a tuple, one entry per layer, not {describe(params)}."
             )
+
+    def count(self, params: Sequence[Tree]) -> int:
+        """Return the number of layers."""
         return len(params)
 
     def init(self, params: Sequence[Tree]) -> list[Tree]:
         """Return the state of each layer."""
-        keys = [check_per_leaf(self.tx, shapes_of(w)) for w in params]
+        self._map_shapes(check_per_leaf, params)
+        keys = self._map_shapes(find_state_keys, params)
         spaces = [space_of(next(iter(jax.tree.leaves(w)), 0)) for w in params]
 
         def make(i: int, w: Tree) -> Tree:
@@ -303,10 +312,18 @@ class LayerList:
 
     def check_state(self, name: str, state: Any, params: Sequence[Tree]) -> None:
         """Raise ValueError unless `tx` is per-leaf and this is its state."""
-        for w in params:
-            check_per_leaf(self.tx, shapes_of(w))
-        expected = [jax.eval_shape(self.tx.init, shapes_of(w)) for w in params]
+        self._map_shapes(check_per_leaf, params)
+        expected = self._map_shapes(lambda tx, w: jax.eval_shape(tx.init, w), params)
         check_same_shapes(name, state, "the result of init", expected)
+
+    def _map_shapes(self, fun: Callable[[Any, Tree], Any], params: Sequence[Tree]) -> list:
+        """Return ``fun(tx, shapes)`` of each layer. Layers of the same shapes share a call."""
+        results = {}
+        for w in map(shapes_of, params):
+            key = jax.tree.structure(w), *jax.tree.leaves(w)
+            if key not in results:
+                results[key] = fun(self.tx, w)
+        return [results[jax.tree.structure(w), *jax.tree.leaves(w)] for w in map(shapes_of, params)]
 
     def update(self, grads: Any, state: Any, params: Sequence[Tree]) -> tuple:
         """Update the layers one at a time."""

@@ -22,15 +22,12 @@ class _TraceError(ValueError):
     """An optimizer that cannot be traced for some parameters."""
 
 
-def check_per_leaf(tx: Any, params: Any) -> set[int]:
+def check_per_leaf(tx: Any, params: Any) -> None:
     """Check that an optimizer can be applied layer by layer.
 
     Args:
         tx: an optax.GradientTransformation.
         params: the parameters of one layer, or their shapes.
-
-    Returns:
-        The indices of the leaves of its state that are PRNG keys.
 
     Raises:
         ValueError: if tx fails for these parameters, if the update of a parameter depends on
@@ -38,7 +35,7 @@ def check_per_leaf(tx: Any, params: Any) -> set[int]:
             numbers do not come from a key in the state.
     """
     if params is None:  # one frozen array; None has another meaning in optax
-        return set()
+        return
     program = _trace(tx, params)
     names = [f"params{jax.tree_util.keystr(path)}" for path in program.param_paths]
     if mixed := program.find_mixed():
@@ -51,7 +48,11 @@ def check_per_leaf(tx: Any, params: Any) -> set[int]:
             i, _, place = mixed
             _raise_mixed("layer", names[i // 2], ["other layers"], place)
     _check_noise(program)
-    return program.find_keys()
+
+
+def find_state_keys(tx: Any, params: Any) -> set[int]:
+    """Return the indices of the leaves of the state that are PRNG keys."""
+    return set() if params is None else _trace(tx, params).find_keys()
 
 
 def find_owners(tx: Any, params: Any) -> list[set[int]]:
@@ -63,7 +64,7 @@ def find_owners(tx: Any, params: Any) -> list[set[int]]:
 def _raise_mixed(unit: str, name: str, others: list[str], place: str) -> None:
     listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
     if place:
-        reason = f"{place} depends on {name} and on {listed}, and the update of {name} on it"
+        reason = f"the update of {name} uses {place}, which also depends on {listed}"
     else:
         reason = f"the update of {name} depends on {listed}"
     raise ValueError(
@@ -258,7 +259,7 @@ WRAPPERS = {
 
 def find_mixing(tx: Any) -> str | None:
     """Return the first transformation in `tx` that may mix rows, or None if there is none."""
-    return next((name for name, kind, _ in _walk(tx.update) if kind == "unknown"), None)
+    return next((name for name, may_mix, _ in _walk(tx.update) if may_mix), None)
 
 
 def find_row_factors(
@@ -301,8 +302,11 @@ def find_row_factors(
     return factors
 
 
-def _walk(update: Any) -> Iterator[tuple[str, str, dict]]:
-    """Yield (name, kind, closure) of each transformation in an update function."""
+def _walk(update: Any) -> Iterator[tuple[str, bool, dict]]:
+    """Yield (name, whether it may mix rows, closure) of each transformation in an update function.
+
+    A wrapper does not mix rows itself; what it wraps comes after it.
+    """
     owner = getattr(update, "__self__", None)
     if owner is not None:
         yield from _walk_multi_steps(update, owner)
@@ -314,16 +318,15 @@ def _walk(update: Any) -> Iterator[tuple[str, str, dict]]:
     full_name = f"{package}.{name}" if package else name
     if name in WRAPPERS.get(package, ()):
         wrapped = [inner for value in closure.values() for inner in _transformations(value)]
-        yield full_name, "wrapper" if wrapped else "unknown", closure
+        yield full_name, not wrapped, closure
         for inner in wrapped:
             yield from _walk(inner)
-    elif name in SEPARATE_ROWS.get(package, ()) and all(map(_is_number, closure.values())):
-        yield full_name, "separate", closure
     else:
-        yield full_name, "unknown", closure
+        is_separate = name in SEPARATE_ROWS.get(package, ())
+        yield full_name, not (is_separate and all(map(_is_number, closure.values()))), closure
 
 
-def _walk_multi_steps(update: Any, owner: Any) -> Iterator[tuple[str, str, dict]]:
+def _walk_multi_steps(update: Any, owner: Any) -> Iterator[tuple[str, bool, dict]]:
     kind = type(owner)
     is_own = kind.__module__.partition(".")[0] == "optax" and kind.__name__ == "MultiSteps"
     if is_own and update.__func__ is kind.update:
@@ -332,7 +335,7 @@ def _walk_multi_steps(update: Any, owner: Any) -> Iterator[tuple[str, str, dict]
         if skip and skip.co_qualname.startswith("MultiSteps.__init__.<locals>"):
             yield from _walk(owner._opt.update)
             return
-    yield f"{kind.__module__.partition('.')[0]}.{kind.__name__}", "unknown", {}
+    yield f"{kind.__module__.partition('.')[0]}.{kind.__name__}", True, {}
 
 
 def _transformations(value: Any) -> Iterator[Callable]:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from .._common.sharding import explicit_axes, explicit_spec, reshape
 from .backends import barrier, mark_host_slices
 from .host_init import init_in_place, place_state, state_space
-from .mixing import check_per_leaf, find_mixing, find_owners, find_row_factors
+from .mixing import check_per_leaf, find_mixing, find_owners, find_row_factors, find_state_keys
 from .optimizer import apply_optimizer, fold_state_keys
 from .placement import Space, put, space_of
 from .trees import Tree, count_row_shards, shapes_of
@@ -75,7 +75,8 @@ def plan_rows(tx: Any, params: Tree) -> RowPlan:
     leaves, state = jax.tree.leaves(params), jax.tree.leaves(plan.state)
     if not leaves:
         return plan
-    plan = plan._replace(keys=check_per_leaf(tx, shapes))
+    check_per_leaf(tx, shapes)
+    plan = plan._replace(keys=find_state_keys(tx, shapes))
     owners = find_owners(tx, shapes)
     if any(len(owner) > 1 for owner in owners):  # in the state only, such as a norm for logging
         return plan

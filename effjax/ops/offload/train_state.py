@@ -109,7 +109,7 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     check_space("model_state", model_state, "device")
     check_no_shared("layers", layers)
     layer_params, other_params = spec.partition(layers, others)
-    spec.layers.count("trained layers", layer_params.trained)
+    spec.layers.check_params("trained layers", layer_params.trained)
     check_differentiable("layers", layer_params.trained)
     check_differentiable("others", other_params.trained)
 
@@ -147,7 +147,7 @@ def _shard(a: jax.Array, sharding: Any) -> jax.Array:
 
 def check_state(spec: StateSpec, state: OffloadState) -> tuple[int, Partition, Partition]:
     """Check a state; return (number of layers, layers, others)."""
-    num_layers = spec.layers.count("state.layers", state.layers)
+    spec.layers.check_params("state.layers", state.layers)
     check_space("state.others", state.others, spec.others_in)
     layers, others = spec.partition(state.layers, state.others)
     check_differentiable("state.layers", layers.trained)
@@ -159,7 +159,7 @@ def check_state(spec: StateSpec, state: OffloadState) -> tuple[int, Partition, P
     check_same_shapes("state.loss_scale", state.loss_scale, "the result of init", expected)
     expected = jnp.zeros(()) if spec.keeps_grad_norm else ()
     check_same_shapes("state.grad_norm", state.grad_norm, "the result of init", expected)
-    return num_layers, layers, others
+    return spec.layers.count(state.layers), layers, others
 
 
 def check_no_shared(name: str, tree: Tree) -> None:

@@ -17,7 +17,7 @@ from .._common.arguments import (
 )
 from .._common.platform import follow_arrays
 from .embed_head import HeadResult, make_embed_head, run_embed, run_head
-from .layers import LayerList, LayerStack
+from .layers import ForwardPass, LayerList, LayerStack
 from .optimizer import (
     ClipBy,
     adjust_optimizer,
@@ -47,7 +47,7 @@ class StepResult(NamedTuple):
     """The result of a training step.
 
     The norm of the gradients of all trained parameters is that before clipping, without the loss
-    scale. It overflows where gradients are finite but large, unlike `finite`.
+    scale. `grad_norm` may be inf although all gradients are finite; `finite` tells the two apart.
     """
 
     state: OffloadState
@@ -81,7 +81,7 @@ def offload_train_step(
     others_in: MemoryName = "device",
     activations: MemoryName | None = None,
     prefetch: int | None = None,
-    resident_slices: int = 0,
+    resident_slices: int | None = None,
     compute_dtype: Any = None,
     policy: Callable[..., Any] | None = None,
 ) -> TrainStep:
@@ -169,9 +169,9 @@ def offload_train_step(
         params_in: the memory of the layers and their optimizer state, "host" or "device".
         others_in: the memory of `others` and their optimizer state, "host" or "device".
         activations: the memory of the residuals; by default `params_in`.
-        prefetch: as in `offload_scan`, for a stack; by default 1, or 0 if nothing is offloaded. A
-            list of layers ignores it.
-        resident_slices: as in `offload_scan`, for a stack. A list of layers only checks it.
+        prefetch: as in `offload_scan`, for a stack only; by default 1, or 0 if nothing is
+            offloaded.
+        resident_slices: as in `offload_scan`, for a stack only; by default 0.
         compute_dtype: as in `offload_scan`.
         policy: as in `offload_scan`.
 
@@ -187,51 +187,61 @@ def offload_train_step(
 
     Raises:
         ValueError: for `fuse_update` with `loss_scale`, `skip_nonfinite` or clipping by the global
-            norm; for `clip_by` without `clip_norm`; if `stream_update` rejects tx; if
-            `num_microbatches` does not divide the batch; and as `offload_scan`.
+            norm; for `clip_by` without `clip_norm`; for `prefetch` or `resident_slices` with a list
+            of layers; if `stream_update` rejects tx; if `num_microbatches` does not divide the
+            batch; and as `offload_scan`.
         TypeError: if an argument is not an array, a key or a state, if a trained parameter is an
             integer, or if embed or head return other results than the options describe.
     """
     check_optimizer(tx)
     check_clipping(clip_norm, clip_by)
     check_choice("others_in", others_in, *SPACES)
-    _check_update(
-        fuse_update, clip_norm if clip_by == "global" else None, loss_scale, skip_nonfinite
-    )
+    if loss_scale is not None:
+        as_number("loss_scale", loss_scale, lambda a: 1 <= a < float("inf"), "finite, at least 1")
+    if fuse_update:
+        _check_fused(clip_norm if clip_by == "global" else None, loss_scale, skip_nonfinite)
     is_list = isinstance(layer, Sequence)
+    if is_list:
+        for name, value in (("prefetch", prefetch), ("resident_slices", resident_slices)):
+            if value is not None:
+                raise ValueError(f"`{name}` (={value}) must be None for a list of layers.")
     activations = params_in if activations is None else activations
     if prefetch is None:
         prefetch = 0 if params_in == activations == "device" else 1
     options = OffloadOptions(
-        num_slices,
-        num_microbatches,
-        params_in,
-        activations,
+        num_slices=num_slices,
+        num_microbatches=num_microbatches,
+        params_in=params_in,
+        activations=activations,
         prefetch=prefetch,
-        resident_slices=resident_slices,
+        resident_slices=0 if resident_slices is None else resident_slices,
         compute_dtype=compute_dtype,
         has_aux=has_aux,
         policy=policy,
     )
     spec = StateSpec(
-        LayerList(tx) if is_list else LayerStack(tx),
-        trainable,
-        trainable_others,
-        params_in,
-        loss_scale,
+        layers=LayerList(tx) if is_list else LayerStack(tx),
+        trainable=trainable,
+        trainable_others=trainable_others,
+        params_in=params_in,
+        loss_scale=loss_scale,
         keeps_grad_norm=clip_by == "previous",
         others_in=others_in,
     )
+    embed_with_state, head_with_state = make_embed_head(
+        embed, head, has_state, head_has_aux, weighted_loss
+    )
     config = StepConfig(
-        *make_embed_head(embed, head, has_state, head_has_aux, weighted_loss),
-        layer,
-        spec,
-        options,
-        fuse_update,
-        clip_norm,
-        clip_by,
-        skip_nonfinite,
-        weighted_loss,
+        embed=embed_with_state,
+        head=head_with_state,
+        layer=layer,
+        spec=spec,
+        options=options,
+        fuse_update=fuse_update,
+        clip_norm=clip_norm,
+        clip_by=clip_by,
+        skip_nonfinite=skip_nonfinite,
+        weighted_loss=weighted_loss,
     )
 
     def init(layers: Tree, others: Tree, model_state: Tree = ()) -> OffloadState:
@@ -249,13 +259,8 @@ def offload_train_step(
     return TrainStep(init, step)
 
 
-def _check_update(
-    fuse_update: bool, clip_norm: float | None, loss_scale: float | None, skip_nonfinite: bool
-) -> None:
-    if loss_scale is not None:
-        as_number("loss_scale", loss_scale, lambda a: 1 <= a < float("inf"), "finite, at least 1")
-    if not fuse_update:
-        return
+def _check_fused(clip_norm: float | None, loss_scale: float | None, skip_nonfinite: bool) -> None:
+    """Raise ValueError for an option that depends on all gradients."""
     global_options = {
         "clip_norm": clip_norm,
         "loss_scale": loss_scale,
@@ -292,9 +297,7 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> Step
     num_layers, layers, others = check_state(spec, state)
     num_microbatches = config.options.num_microbatches
     check_microbatches(batch, num_microbatches, "batch")
-    # Only with a scale does the step check gradients. Dividing them by 1 is exact.
-    scale = jnp.float32(1) if config.skip_nonfinite else None
-    scale = scale if spec.loss_scale is None else state.loss_scale.scale
+    scale = _gradient_scale(config, state)
 
     # In host memory, XLA loads each parameter before its first use. A barrier that orders these
     # loads would stop XLA for TPUs from finding the host arrays.
@@ -307,57 +310,107 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> Step
         config.head, num_microbatches, loaded, model_state, done.y, batch, key, num_layers + 1,
         scale, config.weighted_loss,
     )  # fmt: skip
-    updates, last_norm, clip = spec.layers, state.grad_norm, None
     if config.fuse_update:
-        if config.clip_norm is not None:
-            clip = make_clip(config.clip_norm, config.clip_by, last_norm)
-            updates = dataclasses.replace(updates, tx=with_clipping(updates.tx, clip))
-        trained, layers_state, stats, dx = updates.backward_and_update(
-            done, head.dy, state.layers_state
-        )
-        grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
-        stats = stats.add(grads, None)
-        finite, norm = stats.finite, jnp.sqrt(stats.squares)
+        update = _update_fused(config, state, done, head, embed_vjp)
     else:
-        layer_grads, stats, dx = updates.backward(done, head.dy, scale)
-        grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
-        stats = stats.add(grads, scale)
-        finite, norm = stats.finite, jnp.sqrt(stats.squares)
-        if config.skip_nonfinite:
-            finite &= jnp.isfinite(head.loss)
-            head = _skip_head(finite, head, state.model_state)
-        if config.clip_norm is not None:
-            limited = norm if config.clip_by == "global" else last_norm
-            clip = make_clip(config.clip_norm, config.clip_by, limited)
-        tx = adjust_optimizer(updates.tx, finite, clip, scale)
-        updates = dataclasses.replace(updates, tx=tx)
-        trained, layers_state = updates.update(layer_grads, state.layers_state, layers.trained)
+        update = _update_apart(config, state, layers.trained, done, head, embed_vjp, scale)
+    if config.skip_nonfinite:
+        head = _skip_head(update.finite, head, state.model_state)
+    trained_others, others_state = _update_others(
+        config, others.trained, state.others_state, update, scale, num_layers
+    )
+    grad_norm = state.grad_norm
+    if spec.keeps_grad_norm:  # a step that is skipped keeps the norm
+        grad_norm = jnp.where(update.finite, next_grad_norm(grad_norm, update.norm), grad_norm)
+    new_state = OffloadState(
+        Partition(update.trained, layers.frozen).merge(),
+        Partition(trained_others, others.frozen).merge(),
+        update.layers_state,
+        others_state,
+        head.model_state,
+        next_loss_scale(state.loss_scale, update.finite) if state.loss_scale else (),
+        grad_norm,
+    )
+    finite = update.finite & jnp.isfinite(head.loss)
+    return StepResult(new_state, head.loss, done.aux, head.aux, update.norm, finite)
+
+
+def _gradient_scale(config: StepConfig, state: OffloadState) -> jax.Array | None:
+    """Return the factor of the loss in the backward pass; only with one are gradients checked."""
+    if config.spec.loss_scale is not None:
+        return state.loss_scale.scale
+    return jnp.float32(1) if config.skip_nonfinite else None  # dividing by 1 is exact
+
+
+class _LayersUpdate(NamedTuple):
+    """The updated layers, and what the update of `others` needs."""
+
+    trained: Tree  # the new parameters of the layers
+    layers_state: Tree
+    grads: Tree  # of `others`
+    finite: jax.Array  # bool []: whether to update
+    norm: jax.Array  # [], of all gradients
+    clip: Callable | None  # of the gradients of a layer
+
+
+def _update_fused(
+    config: StepConfig, state: OffloadState, done: ForwardPass, head: HeadResult, embed_vjp: Any
+) -> _LayersUpdate:
+    """Update each slice of the layers inside the backward pass."""
+    layers, clip = config.spec.layers, None
+    if config.clip_norm is not None:
+        clip = make_clip(config.clip_norm, config.clip_by, state.grad_norm)
+        layers = dataclasses.replace(layers, tx=with_clipping(layers.tx, clip))
+    trained, layers_state, stats, dx = layers.backward_and_update(done, head.dy, state.layers_state)
+    grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
+    stats = stats.add(grads, None)
+    return _LayersUpdate(trained, layers_state, grads, stats.finite, jnp.sqrt(stats.squares), clip)
+
+
+def _update_apart(
+    config: StepConfig,
+    state: OffloadState,
+    trained: Tree,
+    done: ForwardPass,
+    head: HeadResult,
+    embed_vjp: Any,
+    scale: jax.Array | None,
+) -> _LayersUpdate:
+    """Update the layers after the backward pass, with the norm of all gradients known."""
+    layers = config.spec.layers
+    layer_grads, stats, dx = layers.backward(done, head.dy, scale)
+    grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
+    stats = stats.add(grads, scale)
+    finite, norm, clip = stats.finite, jnp.sqrt(stats.squares), None
+    if config.skip_nonfinite:
+        finite &= jnp.isfinite(head.loss)
+    if config.clip_norm is not None:
+        limited = norm if config.clip_by == "global" else state.grad_norm
+        clip = make_clip(config.clip_norm, config.clip_by, limited)
+    layers = dataclasses.replace(layers, tx=adjust_optimizer(layers.tx, finite, clip, scale))
+    trained, layers_state = layers.update(layer_grads, state.layers_state, trained)
+    return _LayersUpdate(trained, layers_state, grads, finite, norm, clip)
+
+
+def _update_others(
+    config: StepConfig,
+    trained: Tree,
+    others_state: Tree,
+    update: _LayersUpdate,
+    scale: jax.Array | None,
+    num_layers: int,
+) -> tuple[Tree, Tree]:
+    """Return the new parameters of `others` and their state."""
+    grads, clip, tx = update.grads, update.clip, config.spec.layers.tx
     if config.clip_norm is not None and config.clip_by == "layer":
         # The optimizer may get a few rows at a time, but the norm is that of all others.
         squares = sum_of_squares(grads if scale is None else unscale_gradients(grads, scale))
         clip = make_clip(config.clip_norm, "global", jnp.sqrt(squares))
-    tx = adjust_optimizer(spec.layers.tx, finite, clip, scale)
-    if spec.others_in == "host":
-        plan = plan_rows(spec.layers.tx, others.trained)
-        trained_others, others_state = update_rows(
-            tx, plan, others.trained, state.others_state, grads, num_layers
-        )
-    else:
-        trained_others, others_state = apply_optimizer(
-            tx, others.trained, state.others_state, grads
-        )
-    if spec.keeps_grad_norm:  # a step that is skipped keeps the norm
-        last_norm = jnp.where(finite, next_grad_norm(last_norm, norm), last_norm)
-    state = OffloadState(
-        Partition(trained, layers.frozen).merge(),
-        Partition(trained_others, others.frozen).merge(),
-        layers_state,
-        others_state,
-        head.model_state,
-        next_loss_scale(state.loss_scale, finite) if state.loss_scale else (),
-        last_norm,
-    )
-    return StepResult(state, head.loss, done.aux, head.aux, norm, finite & jnp.isfinite(head.loss))
+    adjusted = adjust_optimizer(tx, update.finite, clip, scale)
+    if config.spec.others_in == "host":
+        plan = plan_rows(tx, trained)
+        return update_rows(adjusted, plan, trained, others_state, grads, num_layers)
+    return apply_optimizer(adjusted, trained, others_state, grads)
 
 
 def _skip_head(finite: jax.Array, head: HeadResult, model_state: Tree) -> HeadResult:

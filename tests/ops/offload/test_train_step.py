@@ -31,6 +31,7 @@ from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64")
 GOOD = 1.0, 1.0
+OF_STACKS = {"prefetch", "resident_slices"}
 
 
 @functools.cache
@@ -41,6 +42,8 @@ def expected(form, tx=ADAMW, factors=GOOD, key=KEY, **options):
 def train(form, tx=ADAMW, factors=GOOD, key=KEY, **options):
     """Return the losses, and the result of the last step."""
     options = make_options(form, **options)
+    if form == "list":
+        options = {name: options[name] for name in options.keys() - OF_STACKS}
     init, step = offload_train_step(*make_functions(form, **options), tx, **options)
     w, other = make_params(form), others()
     w = w if options.get("params_in") == "device" else to_host(w)
@@ -106,6 +109,13 @@ def test_combined_options(form, name):
         new, _ = reference.partition(state.layers, lambda *args: not is_trained(*args))
         jax.tree.map(np.testing.assert_array_equal, new, frozen)
         np.testing.assert_array_equal(state.others["e"], others()["e"])
+
+
+@pytest.mark.parametrize("name", OF_STACKS)
+def test_a_list_has_no_options_of_stacks(name):
+    functions = make_functions("list")
+    with pytest.raises(ValueError, match=rf"`{name}` .=1. must be None for a list of layers"):
+        offload_train_step(*functions, ADAMW, **{name: 1})
 
 
 # One option at a time. The other cases of `vary` run exhaustively.
