@@ -24,6 +24,7 @@ from ._common.sharding import (
 
 BLOCK_BYTES = 16 * 2**20
 TILE = 128  # the default number of tokens of a block is this, times a power of two
+MASK_BYTES = 256 * 2**20  # of a mask for cuDNN, which is the same for all heads
 MASKED = -1e30  # a score; finite, so that the difference of two of them is not NaN
 
 
@@ -62,8 +63,11 @@ def dot_product_attention(
             * "xla": a loop over pairs of blocks, on every platform. Pairs that `causal` or `window`
               exclude are left out. The backward pass recomputes the scores; kept for it are q, k,
               v, the result and logsumexp(scores) [N, T, H].
-            * "cudnn": `jax.nn.dot_product_attention`, on NVIDIA GPUs, for bfloat16 and float16
-              without `segment_ids`. None selects it wherever it is supported.
+            * "cudnn": `jax.nn.dot_product_attention`, on NVIDIA GPUs, for bfloat16 and float16.
+              With `segment_ids` it reads a mask [N, 1, T, T] of the dtype of q. None selects it
+              wherever it is supported and this mask takes at most 256 MiB. Its gradients may differ
+              in the last bits from run to run, unless XLA_FLAGS has
+              ``--xla_gpu_deterministic_ops=true``.
             * "splash": the Pallas kernel of JAX, on TPUs, for T a multiple of 128 and D of 64. None
               selects it on one TPU, and inside ``jax.shard_map`` with ``check_vma=False``. jit
               cannot partition it.
@@ -105,10 +109,10 @@ def dot_product_attention(
     options = _Options(causal, window, scale, block_size)
     if implementation is None:
         implementation = _select(options, q, k, v, segment_ids)
-    elif segment_ids is not None and implementation in ("cudnn", "tokamax"):
+    elif segment_ids is not None and implementation == "tokamax":
         raise ValueError(
-            f'implementation="{implementation}" does not support `segment_ids`. Use "xla", or '
-            "None for the best available one."
+            'implementation="tokamax" does not support `segment_ids`. Use "xla", or None for the '
+            "best available one."
         )
     attend = IMPLEMENTATIONS[implementation]
 
@@ -163,8 +167,10 @@ def _default_block(q: jax.Array) -> int:
 def _select(options: _Options, q, k, v, segment_ids) -> str:
     """Return the best implementation; while tracing, because others cannot be traced everywhere."""
     args = options, q, k, v, segment_ids
-    if traced_platform() == "cuda" and segment_ids is None and q.dtype.itemsize == 2:
-        return "cudnn" if _can_trace(_attend_cudnn, *args) else "xla"
+    if traced_platform() == "cuda" and q.dtype.itemsize == 2:
+        n, t = known_sizes(*q.shape[:2])
+        fits = segment_ids is None or n * t**2 * q.dtype.itemsize <= MASK_BYTES
+        return "cudnn" if fits and _can_trace(_attend_cudnn, *args) else "xla"
     if traced_platform() == "tpu" and not _unsupported_by_splash(q):
         # On one TPU, or inside shard_map over all axes. Elsewhere jit might have to partition the
         # kernel, which it cannot.
@@ -375,9 +381,12 @@ _attend_xla.defvjp(_forward, _backward)
 # Kernels of libraries.
 
 
-def _attend_cudnn(options: _Options, q, k, v, _) -> jax.Array:
+def _attend_cudnn(options: _Options, q, k, v, segment_ids) -> jax.Array:
+    mask = None
+    if segment_ids is not None:  # for all heads, [N, 1, T, T]
+        mask = (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
     return jax.nn.dot_product_attention(
-        q, k, v, scale=options.scale, is_causal=options.causal, implementation="cudnn",
+        q, k, v, mask=mask, scale=options.scale, is_causal=options.causal, implementation="cudnn",
         local_window_size=_local_window(options),
     )  # fmt: skip
 

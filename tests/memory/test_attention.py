@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+import effjax
 from effjax.memory import plan
 from effjax.memory.compiler._device_queries_shim import answer_queries
 from effjax.memory.compiler.lower import _abstract_device
@@ -63,6 +64,27 @@ def test_cudnn_without_and_with_other_masks():
     )  # fmt: skip
     inside = BATCH * HEADS * (128 * 129 // 2 + (LENGTH - 128) * 128)
     assert p.step_time.flops == {"bf16": 2 * inside * SIZE * 2}
+
+
+@needs_gpu_compiler
+def test_cudnn_reads_a_mask_for_each_head():
+    """The time of packed rows has the bytes of the mask, forward and backward."""
+    ids = jax.ShapeDtypeStruct((BATCH, LENGTH), "int32")
+
+    def attend(q, k, v, ids=None):
+        return effjax.dot_product_attention(q, k, v, segment_ids=ids, implementation="cudnn")
+
+    def loss(*args):
+        return attend(*args).astype(jnp.float32).sum()
+
+    args = heads(), heads(), heads()
+    plain = plan(jax.grad(loss, (0, 1, 2)), *args, target="h100")
+    packed = plan(jax.grad(loss, (0, 1, 2)), *args, ids, target="h100")
+    assert packed.step_time.flops == plain.step_time.flops
+    more = packed.step_time.memory_bytes - plain.step_time.memory_bytes
+    mask = 2 * BATCH * LENGTH**2
+    # Two passes read it; it and its gradient, which cuDNN computes, are written.
+    assert 2 * 2 * PAIRS <= more <= 2 * 2 * PAIRS + 4 * mask
 
 
 @needs_gpu_compiler

@@ -224,25 +224,52 @@ def test_memory_on_gpu():
 
 
 @needs_gpu_compiler
-@vary("window", [None, 1024])
-def test_cudnn_on_gpu(window):
-    """It is the default for half precision without segments."""
-    p = plan(gradients_of(None, window=window), *abstract_heads(), target="h100")
-    assert "cudnn" in p.hlo.lower() and p.device.temporaries <= 80e6
+@vary("options", [{"segments": True}, {}, {"window": 1024}], ids=str)
+@vary("target", ["h100", "rtx4090"])
+def test_cudnn_on_gpu(target, options):
+    """It is the default for half precision. With segments, it reads a mask."""
+    named, mask = dict(options), 0
+    if named.pop("segments", False):
+        named["segment_ids"], mask = jnp.asarray(random_segments(1, LENGTH)), 2 * LENGTH**2
+    p = plan(gradients_of(None, **named), *abstract_heads(), target=target)
+    assert "fmha" in p.hlo.lower() and p.device.temporaries <= 80e6 + 2 * mask
 
 
 @needs_gpu_compiler
-@vary("why", ["segments", "float32", "odd"])
+@vary("why", ["long segments", "float32", "head size", "segments of odd length"])
 def test_loop_on_gpu(why):
-    """It is the default if cuDNN does not support the arguments."""
-    q, k, v = abstract_heads(length=256)
-    if why == "odd":
+    """It is the default if cuDNN does not support the arguments, or its mask is large."""
+    length = {"long segments": 16384, "segments of odd length": 255}.get(why, 256)
+    q, k, v = abstract_heads(length=length)
+    if why == "head size":
         q, k, v = (jax.ShapeDtypeStruct((*a.shape[:3], 100), a.dtype) for a in (q, k, v))
     if why == "float32":
         q, k, v = (jax.ShapeDtypeStruct(a.shape, "float32") for a in (q, k, v))
-    options = {"segment_ids": jnp.zeros((1, 256), int)} if why == "segments" else {}
+    options = {"segment_ids": jnp.zeros((1, length), int)} if "segments" in why else {}
     p = plan(gradients_of(None, **options), q, k, v, target="h100")
     assert "fmha" not in p.hlo.lower()
+
+
+@pytest.mark.parametrize(
+    "options", [{"segments": True}, {"segments": True, "window": 5}, {"window": 5}], ids=str
+)
+def test_mask_of_cudnn(options, monkeypatch):
+    """`jax.nn.dot_product_attention` gets what it needs, here run by its plain implementation."""
+    attend = jax.nn.dot_product_attention
+
+    def plain(*args, implementation, **named):
+        assert implementation == "cudnn"
+        return attend(*args, implementation="xla", **named)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+    named = dict(options)
+    if named.pop("segments", False):
+        named["segment_ids"] = jnp.asarray(random_segments(2, 24))
+    arrays = random_heads(2, 24, 4, 2, 8, "f4")
+    got = results(
+        functools.partial(dot_product_attention, implementation="cudnn", **named), *arrays
+    )
+    assert_trees_close(got, results(oracles.attention, *arrays, **named), 1e-5)
 
 
 @needs_tpu_compiler
@@ -344,8 +371,8 @@ X = np.ones((2, 4, 4, 8), np.float32)
         (ValueError, r"T \(=4\) must be a multiple of 128", {"implementation": "splash"}),
         (
             ValueError,
-            'implementation="cudnn" does not support `segment_ids`',
-            {"implementation": "cudnn", "segment_ids": np.zeros((2, 4), int)},
+            'implementation="tokamax" does not support `segment_ids`',
+            {"implementation": "tokamax", "segment_ids": np.zeros((2, 4), int)},
         ),
     ],
 )

@@ -158,6 +158,8 @@ class WorkCounter:
             return sum(a.bytes for a in arrays(result))
         if kind in ("dynamic-update-slice", "scatter") and position == 0:
             return 0  # in place
+        if '"__cudnn$fmha' in instruction.attributes and position > 2:
+            return _bias_bytes(operand.shape, instruction.attributes) or size
         return size
 
     def _read_parameter(self, computation: str, position: int) -> int:
@@ -204,6 +206,8 @@ class WorkCounter:
             parts = parts[:1]
         elif instruction.opcode.endswith("-start") and len(parts) > 1:
             parts = parts[1:2]
+        elif '"__cudnn$fmha' in instruction.attributes:
+            parts = parts[:-1]  # without the workspace
         elif kind == "custom-call" and re.search(r'target="__cu(blas|dnn)', instruction.attributes):
             parts = parts[:1]  # without the workspace
         return sum(_device_bytes(part) for part in parts)
@@ -308,23 +312,48 @@ def _custom_call_flops(
 
 
 def _attention_flops(shapes: Sequence[_Shape], text: str, is_backward: bool) -> int:
-    """Return the FLOPs of cuDNN's attention: two products forward, five backward.
-
-    Of causal attention, half of the pairs count; of a sliding window, those inside.
-    """
-    scores = re.search(r'"intermediate_tensor_shape":\s*\{[^}]*"dimensions":\s*\[([^\]]*)\]', text)
-    batch, heads, queries, keys = _numbers(scores)
+    """Return the FLOPs of cuDNN's attention: two products forward, five backward."""
+    batch, heads, *_ = scores = _attention_scores(text)
     # Operands start with query, key, value, [batch, length, heads, head size] or with the lengths
     # and heads exchanged.
     of_query, of_value = shapes[0].dims[-1], shapes[2].dims[-1]
-    if "CAUSAL" in text and keys == queries:
-        window = re.search(r'"sliding_window_length":\s*"?(\d+)', text)
-        width = min(int(window[1]) if window else 0, queries) or queries
-        pairs = width * (width + 1) // 2 + (queries - width) * width
-    else:
-        pairs = queries * keys
     size = 3 * of_query + 2 * of_value if is_backward else of_query + of_value
-    return 2 * batch * heads * pairs * size
+    return 2 * batch * heads * _attention_pairs(scores, text) * size
+
+
+def _bias_bytes(shape: str, text: str) -> int:
+    """Return the bytes that cuDNN's attention reads of a bias, such as a mask; 0 if it is none.
+
+    Each head reads it, also if it is the same for all of them.
+    """
+    with contextlib.suppress(ValueError):  # the text is of an unknown form
+        batch, heads, *pair = scores = _attention_scores(text)
+        (array,) = arrays(shape)
+        dims = _Shape.parse(array).dims
+        if list(dims[2:]) == pair and dims[0] in (1, batch) and dims[1] in (1, heads):
+            itemsize = array.bytes // math.prod(dims)
+            return batch * heads * _attention_pairs(scores, text) * itemsize
+    return 0
+
+
+def _attention_scores(text: str) -> tuple[int, ...]:
+    """Return the shape of the scores: batch, heads, queries and keys."""
+    scores = re.search(r'"intermediate_tensor_shape":\s*\{[^}]*"dimensions":\s*\[([^\]]*)\]', text)
+    batch, heads, queries, keys = _numbers(scores)
+    return batch, heads, queries, keys
+
+
+def _attention_pairs(scores: Sequence[int], text: str) -> int:
+    """Return the number of pairs of a query and a key that each head computes.
+
+    Of causal attention, half of the pairs count; of a sliding window, those inside.
+    """
+    *_, queries, keys = scores
+    if "CAUSAL" not in text or keys != queries:
+        return queries * keys
+    window = re.search(r'"sliding_window_length":\s*"?(\d+)', text)
+    width = min(int(window[1]) if window else 0, queries) or queries
+    return width * (width + 1) // 2 + (queries - width) * width
 
 
 def _conv_flops(shapes: Sequence[_Shape], out: _Shape, text: str) -> int:
