@@ -30,7 +30,6 @@ class TextConfig(RunConfig):
     """Options of all runs that train a decoder."""
 
     UNIT: ClassVar[Literal["epoch", "step"]] = "step"
-    BATCH: ClassVar[dict[str, str]] = {"tokens": "int32", "labels": "int32"}  # dtypes by name
 
     offload: Offload = option(
         "none",
@@ -113,6 +112,10 @@ class TextConfig(RunConfig):
         """Tokens of a row."""
         raise NotImplementedError
 
+    def batch_dtypes(self) -> dict[str, str]:
+        """Return the dtype of each array of a batch, by name."""
+        return {"tokens": "int32", "labels": "int32"}
+
     def resolve(self) -> Self:
         """Return the configuration; raise TrainError for options that cannot be combined."""
         if self.fuse_update and self.on_nan == "skip":
@@ -193,9 +196,6 @@ class FinetuneConfig(TextConfig):
     """
 
     COMMAND: ClassVar[str] = "finetune"
-    BATCH: ClassVar[dict[str, str]] = {
-        **TextConfig.BATCH, "positions": "int32", "segment_ids": "int32", "weights": "float32",
-    }  # fmt: skip
 
     checkpoint: str | None = option(
         None,
@@ -273,6 +273,11 @@ class FinetuneConfig(TextConfig):
     def row_length(self) -> int:
         """Tokens of a row."""
         return self.max_length
+
+    def batch_dtypes(self) -> dict[str, str]:
+        """Return the dtype of each array of a batch, by name."""
+        dtypes = super().batch_dtypes() | {"positions": "int32", "weights": "float32"}
+        return dtypes | {"segment_ids": "int32"} if self.packing else dtypes
 
     @property
     def lora_scale(self) -> float:

@@ -22,12 +22,14 @@ class PackedSequences:
         order: int64 [number of sequences], the sequences of the first row, then those of the
             second one, and so on.
         starts: int64 [number of rows + 1], where each row begins in `order`.
+        packed: Whether a row may have several sequences.
     """
 
     sequences: Sequences
     length: int
     order: np.ndarray
     starts: np.ndarray
+    packed: bool = True
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -44,8 +46,8 @@ class PackedSequences:
         - `labels`: The next token of the sequence; 0 at its last token and in padding.
         - `weights`: 1 where the label has loss, else 0.
         - `positions`: From 0 in each sequence.
-        - `segment_ids`: 1 for the first sequence of a row, 2 for the second one, and so on; 0 in
-          padding.
+        - `segment_ids`, of packed rows: 1 for the first sequence, 2 for the second one, and
+          so on; 0 in padding. A single sequence never attends to the padding behind it.
 
         Args:
             rows: Indices of rows [N]. -1 is a row of padding only.
@@ -67,6 +69,8 @@ class PackedSequences:
                 batch["weights"][i, start : end - 1] = source.has_loss[first + 1 : last]
                 batch["positions"][i, start:end] = np.arange(last - first)
                 batch["segment_ids"][i, start:end] = segment
+        if not self.packed:
+            del batch["segment_ids"]
         return batch
 
 
@@ -84,7 +88,8 @@ def pack(sequences: Sequences, length: int, packing: bool = True) -> PackedSeque
     """
     if not packing:
         number = len(sequences)
-        return PackedSequences(sequences, length, np.arange(number), np.arange(number + 1))
+        starts = np.arange(number + 1)
+        return PackedSequences(sequences, length, np.arange(number), starts, packed=False)
     lengths = sequences.lengths
     row_of = np.zeros(len(sequences), np.int64)
     rooms: list[int] = []  # the different numbers of free tokens, sorted

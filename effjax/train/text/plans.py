@@ -65,7 +65,7 @@ def training_step(
     shape, sharding = (config.batch_size, config.row_length), batch_sharding(mesh)
     batch = {
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for name, dtype in config.BATCH.items()
+        for name, dtype in config.batch_dtypes().items()
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
     return offload_jit(learner.train_step()), learner.shapes(), batch, key

@@ -23,9 +23,14 @@ def numbered(lengths, seed=0):
     return Sequences(np.arange(1, offsets[-1] + 1, dtype=np.int32), has_loss, offsets)
 
 
+def segment_ids(batch):
+    """Return the segments; without packing, each row has one in front of its padding."""
+    return batch.get("segment_ids", (batch["tokens"] > 0).astype(np.int32))
+
+
 def segments(batch):
     """Yield the slots of each segment of a batch; they are contiguous."""
-    for i, ids in enumerate(batch["segment_ids"]):
+    for i, ids in enumerate(segment_ids(batch)):
         used = np.count_nonzero(ids)
         assert not ids[used:].any()
         for segment in range(1, ids.max() + 1):
@@ -52,12 +57,12 @@ def test_every_sequence_is_in_one_row(lengths, packing, seed):
         np.testing.assert_array_equal(batch["positions"][i, slots], np.arange(len(tokens)))
         spans += 1
     assert not firsts
-    padding = batch["segment_ids"] == 0
+    padding = segment_ids(batch) == 0
     assert all(not array[padding].any() for array in batch.values())
     assert batch["weights"].sum() == sequences.num_losses
     assert {name: array.dtype for name, array in batch.items()} == {
         "tokens": np.int32, "labels": np.int32, "weights": np.float32, "positions": np.int32,
-        "segment_ids": np.int32,
+        **({"segment_ids": np.int32} if packing else {}),
     }  # fmt: skip
     assert len(packed) == (spans if not packing else len(packed))
     if lengths:
