@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import language_model_table as table
 from benchmarks.language_model import count_parameters
+from effjax import offload_jit, to_device
 from effjax.memory import find_rates
 from effjax.models import DecoderConfig, decoder_functions, decoder_shapes
 from tests.programs import needs_gpu_compiler
@@ -130,14 +131,19 @@ def test_published_cells():
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_plan(tmp_path):
+def test_plan(tmp_path, monkeypatch):
+    """Both GPUs have rows from one program. Here it is a small one; test_subjects plans a step."""
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((2**24,), jnp.float32, sharding=host)
+    program = offload_jit(lambda x: jnp.sin(to_device(x)).sum(), donate=False), x
+    monkeypatch.setattr(table, "abstract_step", lambda *_: program)
     # These layers do not fit in device memory, so one form is planned.
     config = DecoderConfig("qwen3", 512, 2048, 8192, 250, 2, 1, 64, dtype="bfloat16")
-    hopper, length = table.MACHINES[1:], 64
-    h100, gh200 = table.plan_model("tiny", config, {"float32": (length,)}, hopper, tmp_path).rows
-    assert len(list(tmp_path.iterdir())) == 1  # one program for both GPUs
-    assert h100["planned_device_bytes"] == gh200["planned_device_bytes"]
-    state = count_parameters(config) * table.PARAMETER_BYTES["float32"]
-    inputs = config.num_hidden_layers * length * config.hidden_size * 2
-    assert h100["planned_host_bytes"] == pytest.approx(state + inputs, rel=0.1)
+    h100, gh200 = table.plan_model(
+        "tiny", config, {"float32": (64,)}, table.MACHINES[1:], tmp_path
+    ).rows
+    assert len(list(tmp_path.iterdir())) == 1
+    assert h100["planned_device_bytes"] == gh200["planned_device_bytes"] >= 4 * x.size
+    assert h100["planned_host_bytes"] == gh200["planned_host_bytes"] == 4 * x.size
+    assert h100["parameters"] == gh200["parameters"] == count_parameters(config)
     assert gh200["step_seconds"] < h100["step_seconds"]
