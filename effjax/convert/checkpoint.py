@@ -1,7 +1,6 @@
 """Language models in Hugging Face's layout, and their adapters, from and to stacks of layers."""
 
 import contextlib
-import ctypes
 import functools
 import json
 import math
@@ -15,16 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import SingleDeviceSharding
 
+from .._slices import Bounds, Rows, create_array, devices_by_shard, own_shards, read_rows, whole
 from ..ops._common.arguments import check_instance, check_named_arrays
 from .safetensors_file import (
     DTYPES,
-    Bounds,
     Description,
     Tensor,
-    bounds_of,
     create_file,
     describe,
     dtype_name,
@@ -35,7 +31,6 @@ from .safetensors_file import (
     read_tensor,
     row_ranges,
     sync_files,
-    whole,
     write_tensor,
 )
 
@@ -284,7 +279,7 @@ def load_arrays(
     total = sum(
         num_bytes(tensors[name], bounds)
         for source in wanted
-        for shard in _devices_by_shard(source.array)
+        for shard in devices_by_shard(source.array)
         for name, _, bounds in source.ranges(shard)
     )
     report = _make_report(total, progress)
@@ -417,91 +412,16 @@ def _load_array(
     source: Source, tensors: Mapping[str, Tensor], report: Callable[[int], None]
 ) -> jax.Array:
     """Read the parts of an array that are on devices of this process."""
-    sharding, arrays = _sharding_of(source.array), []
-    for bounds, devices in _devices_by_shard(source.array).items():
-        kind = sharding.memory_kind
-        places = [SingleDeviceSharding(device, memory_kind=kind) for device in devices]
-        arrays += _create_shard(source, tensors, bounds, places, report)
-    if isinstance(sharding, SingleDeviceSharding) and arrays:
-        # Here JAX would return an array with the type of one in device memory (JAX 0.10 to 0.12).
-        return arrays[0]
-    return jax.make_array_from_single_device_arrays(tuple(source.array.shape), sharding, arrays)
 
-
-def _create_shard(
-    source: Source,
-    tensors: Mapping[str, Tensor],
-    bounds: Bounds,
-    places: list[SingleDeviceSharding],
-    report: Callable[[int], None],
-) -> list[jax.Array]:
-    """Create a shard at each of the places, which are a device and its memory."""
-    shape = tuple(last - first for first, last in bounds)
-    dtype = jax.dtypes.canonicalize_dtype(source.array.dtype)
-
-    def read(out: np.ndarray, name: str, part: Bounds) -> None:
+    def read(name: str, part: Bounds, out: np.ndarray) -> None:
         _read_converted(tensors[name], part, out.reshape([b - a for a, b in part]), name)
         report(num_bytes(tensors[name], part))
 
-    if math.prod(shape) * dtype.itemsize <= CHUNK_BYTES:
-        array = np.empty(shape or (1,), dtype)
-        for name, (first, last), part in source.ranges(bounds):
-            read(array[first:last], name, part)
-        # Programs may overwrite the new arrays in place, so they must not share memory.
-        return [jax.device_put(array.reshape(shape), place, may_alias=False) for place in places]
-    arrays = [_empty(place)(shape, dtype) for place in places]
-    if _is_cpu(places[0]):
-        views = [_view(jax.block_until_ready(a)) for a in arrays]
-        for name, (first, last), part in source.ranges(bounds):
-            read(views[0][first:last], name, part)
-            for view in views[1:]:
-                view[first:last] = views[0][first:last]
-        return arrays
-    for name, (first, last), part in source.ranges(bounds):
-        read(rows := np.empty((last - first, *shape[1:]), dtype), name, part)
-        arrays = [_write(place)(a, rows, first) for a, place in zip(arrays, places, strict=True)]
-        jax.block_until_ready(arrays)  # so that there is one `rows` at a time
-    return arrays
+    def rows_of(bounds: Bounds) -> Iterator[Rows]:
+        for name, rows, part in source.ranges(bounds):
+            yield *rows, functools.partial(read, name, part)
 
-
-def _is_cpu(place: jax.sharding.Sharding) -> bool:
-    """Return True for arrays in ordinary memory of this process."""
-    return next(iter(place.device_set)).platform == "cpu"
-
-
-def _view(a: jax.Array) -> np.ndarray:
-    """Return a writable view of a new array on the CPU.
-
-    XLA for CPUs would copy it with every `_write`, and change the bits of bfloat16 NaNs.
-    """
-    data: Any = (ctypes.c_uint8 * a.nbytes).from_address(a.unsafe_buffer_pointer())
-    return np.frombuffer(data, a.dtype).reshape(a.shape)
-
-
-@functools.lru_cache(maxsize=64)
-def _empty(place: SingleDeviceSharding) -> Callable[..., jax.Array]:
-    """Return ``empty(shape, dtype)``, which creates an array at a place."""
-
-    def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        # The scalar is in the memory of the result, so the result is created there.
-        return lax.broadcast(_put(jnp.zeros((), dtype), place), shape)
-
-    return jax.jit(empty, static_argnums=(0, 1), out_shardings=place)
-
-
-@functools.lru_cache(maxsize=64)
-def _write(place: SingleDeviceSharding) -> Callable[..., jax.Array]:
-    """Return ``write(a, rows, first)``, which overwrites rows of an array at a place."""
-
-    def write(a: jax.Array, rows: jax.Array, first: jax.Array) -> jax.Array:
-        # Only along the first axis: TPUs copy no other slices to the host.
-        return lax.dynamic_update_slice_in_dim(a, _put(rows, place), first, 0)
-
-    return jax.jit(write, donate_argnums=0, out_shardings=place)
-
-
-def _put(x: Any, place: SingleDeviceSharding) -> jax.Array:
-    return jax.device_put(x, jax.memory.Space.Host) if place.memory_kind == "pinned_host" else x
+    return create_array(source.array, rows_of, CHUNK_BYTES)
 
 
 def _read_converted(tensor: Tensor, bounds: Bounds, out: np.ndarray, name: str) -> None:
@@ -517,20 +437,6 @@ def _read_converted(tensor: Tensor, bounds: Bounds, out: np.ndarray, name: str) 
             f"{name:.200} in {tensor.path} has values of {a.dtype} that are too large for "
             f"{out.dtype}."
         )
-
-
-def _sharding_of(array: Any) -> jax.sharding.Sharding:
-    if (sharding := getattr(array, "sharding", None)) is not None:
-        return sharding
-    return SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _devices_by_shard(array: Any) -> dict[Bounds, list[Any]]:
-    """Return the devices of this process that have each shard of an array."""
-    shape, devices = tuple(array.shape), {}
-    for device, index in _sharding_of(array).addressable_devices_indices_map(shape).items():
-        devices.setdefault(bounds_of(index, shape), []).append(device)
-    return devices
 
 
 def _make_report(total: int, progress: Progress | None) -> Callable[[int], None]:
@@ -661,7 +567,7 @@ def _write_all(
     progress: Progress | None,
 ) -> None:
     """Write the parts of all arrays that are on devices of this process, each by one of them."""
-    shards = [(source, bounds, a) for source in sources for bounds, a in _own_shards(source.array)]
+    shards = [(source, bounds, a) for source in sources for bounds, a in own_shards(source.array)]
     total = sum(
         num_bytes(tensors[name], part)
         for source, bounds, _ in shards
@@ -670,38 +576,11 @@ def _write_all(
     report = _make_report(total, progress)
     for source, bounds, a in shards:
         for name, rows, part in source.ranges(bounds):
-            array = _read_rows(a, *rows).reshape([last - first for first, last in part])
+            array = read_rows(a, *rows, CHUNK_BYTES).reshape([last - first for first, last in part])
             if require_finite and not np.isfinite(array).all():
                 raise ValueError(f"{name} has numbers that are not finite.")
             write_tensor(tensors[name], array, part)
             report(array.nbytes)
-
-
-def _own_shards(a: Any) -> Iterator[tuple[Bounds, Any]]:
-    """Yield the bounds and data of the shards of an array that this process writes."""
-    if not isinstance(a, jax.Array):
-        yield whole(a.shape), a
-        return
-    for shard in a.addressable_shards:
-        if shard.replica_id == 0:
-            yield bounds_of(shard.index, a.shape), shard.data
-
-
-def _read_rows(a: Any, first: int, last: int) -> np.ndarray:
-    if not isinstance(a, jax.Array) or a.nbytes <= CHUNK_BYTES or _is_cpu(a.sharding):
-        return np.asarray(a).reshape(a.shape or (1,))[first:last]  # on the CPU: a view
-    return np.asarray(_reader(next(iter(a.devices())))(a, first, last - first))
-
-
-@functools.lru_cache(maxsize=64)
-def _reader(device: Any) -> Callable[..., Any]:
-    """Return a function that copies rows of an array on a device, or of its host memory."""
-
-    def read(a: jax.Array, first: Any, size: int) -> jax.Array:
-        rows = lax.dynamic_slice_in_dim(a, first, size, 0)
-        return jax.device_put(rows, jax.memory.Space.Device)
-
-    return jax.jit(read, static_argnums=2, out_shardings=SingleDeviceSharding(device))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._files import check, check_distinct
+from .._slices import Bounds, whole
 
 METADATA = "__metadata__"  # the entry of a header that is not a tensor
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
@@ -39,8 +40,6 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Bits of the other dtypes that the format defines. Their tensors are listed, and cannot be read.
 _OTHER_BITS = {"C64": 64, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}
 
-Bounds = tuple[tuple[int, int], ...]  # first and last + 1 along each axis
-
 
 class Tensor(NamedTuple):
     """Description of a tensor in a file."""
@@ -61,16 +60,6 @@ class Description(NamedTuple):
 def dtype_name(dtype: np.dtype) -> str | None:
     """Return the name of a dtype in a header, or None if the format does not support it."""
     return _NAMES.get(np.dtype(dtype))
-
-
-def whole(shape: Sequence[int]) -> Bounds:
-    """Return the bounds of a whole array."""
-    return tuple((0, size) for size in shape)
-
-
-def bounds_of(index: Any, shape: Sequence[int]) -> Bounds:
-    """Return the bounds of a shard, given its index, a tuple of slices."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from effjax import convert, memory
+from effjax import _slices, convert, memory
 from effjax.convert import checkpoint, safetensors_file
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -200,7 +200,7 @@ def test_axes_of_shards(tmp_path, monkeypatch, mesh8, axis, run):
 
 def test_writes_by_programs(saved, tmp_path, chunk_bytes, monkeypatch):
     # As on a GPU. XLA for CPUs changes NaNs of bfloat16, so these are left out.
-    monkeypatch.setattr(checkpoint, "_is_cpu", lambda place: False)
+    monkeypatch.setattr(_slices, "_is_cpu", lambda place: False)
     for kind in ("device", "pinned_host"):
         place = on_one_device(kind)
         layers = {"w": random_bits((3, 9, 5), "int32"), "x": random_bits((3, 8, 8), "uint8")}
@@ -554,10 +554,10 @@ def test_device_holds_one_part(request, compiler, target):
     first, part_bytes = jax.ShapeDtypeStruct((), "int32"), part.size * 2
 
     def read(a, first):
-        return checkpoint._reader(jax.devices()[0])(a, first, rows)
+        return _slices._reader(jax.devices()[0])(a, first, rows)
 
     for fun, args in (
-        (checkpoint._write(place), (whole, part, first)),
+        (_slices._write(place), (whole, part, first)),
         (jax.jit(read), (whole, first)),
     ):
         plan = memory.plan(fun, *args, target=target)
