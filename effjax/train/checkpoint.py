@@ -3,15 +3,14 @@
 There are two kinds. A checkpoint saved at an evaluation has a score. A checkpoint saved between two
 evaluations has no score; it only bounds the work that an interrupted run loses.
 
-Orbax writes a checkpoint in the background into a temporary directory, and renames the directory
-when it is complete. Just before the rename, the first process adds a manifest with the step, the
+Orbax writes a checkpoint into a temporary directory, and renames the directory when it is complete.
+Just before the rename, in the background, the first process adds a manifest with the step, the
 score, the SHA-256 digest of each file, and that of the records of the run. A checkpoint is damaged
 if it does not match its manifest or has none. Without the digests, a flipped bit in an array would
 go unnoticed.
 
-Each process writes and reads the parts of the arrays that its devices hold. Arrays in host memory
-are written from there. A checkpoint can be restored on other devices, and by another number of
-processes.
+Each process writes and reads the parts of the arrays that its devices hold, in slices: see
+`array_handler`. A checkpoint can be restored on other devices, and by another number of processes.
 """
 
 import contextlib
@@ -24,17 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
 
 from .. import __version__
+from .._slices import sharding_of
+from .array_handler import make_registry
 from .errors import PreemptionError, TrainError
 from .processes import is_multiprocess, run_on_first
 from .run_directory import digest_json, parse_object, read_regular
 from .task import Metrics, Record
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # of the manifest and the arrays
+FORMAT = 2  # of the manifest and the arrays
 ENTRIES = {"format", "effjax", "step", "score", "metrics", "records", "files"}  # of the manifest
 # Orbax writes these files after the manifest, so it cannot contain their digests. They hold times
 # and a completion marker. Nothing reads them: see `lightweight_initialize` below.
@@ -100,11 +101,15 @@ class Checkpoints:
             lightweight_initialize=True,  # do not read _CHECKPOINT_METADATA, which has no digest
             preservation_policy=_PreservationPolicy(keep, self._scores),
             async_options=ocp.AsyncOptions(
-                timeout_secs=TIMEOUT_SECONDS, post_finalization_callback=self._write_manifest
+                timeout_secs=TIMEOUT_SECONDS,
+                post_finalization_callback=self._write_manifest,
+                create_directories_asynchronously=False,  # arrays are written at once
             ),
         )
         with self._translate_errors():
-            self._manager = _Manager(directory.absolute(), options=options)
+            self._manager = _Manager(
+                directory.absolute(), options=options, handler_registry=make_registry()
+            )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -142,10 +147,10 @@ class Checkpoints:
         metrics: Sequence[Metrics] = (),
         records: Sequence[Record] = (),
     ) -> None:
-        """Start to write a checkpoint, after the previous save has finished.
+        """Write a checkpoint, after the previous save has finished.
 
-        The state may be donated as soon as this returns. Checkpoints that need not be kept are
-        deleted when the new one is complete.
+        The arrays are written when this returns, and the state may be donated. The checkpoint is
+        completed in the background, and those that need not be kept are then deleted.
 
         Args:
             step: The number of steps taken.
@@ -171,7 +176,8 @@ class Checkpoints:
             self._scores[step] = tuple(score)  # before the save, which asks the preservation policy
         with self._translate_errors():
             # `force`: the training loop decides when to save, and not Orbax's save policy.
-            self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+            args = ocp.args.PyTreeSave(jax.tree.map(jnp.asarray, state))
+            self._manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
         """Wait until the last save has finished.
@@ -254,7 +260,8 @@ class Checkpoints:
     def _restore_intact(self, like: Any, step: int) -> Any:
         like = jax.tree.map(_shape_with_sharding, like)
         try:
-            return self._manager.restore(step, args=ocp.args.StandardRestore(like))
+            args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(_restore_args, like))
+            return self._manager.restore(step, args=args)
         except jax.errors.JaxRuntimeError:  # a device error such as out of memory
             raise
         except OSError as error:
@@ -307,8 +314,11 @@ class Checkpoints:
 
 
 def _shape_with_sharding(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(x, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
+
+
+def _restore_args(like: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
+    return ocp.ArrayRestoreArgs(global_shape=like.shape, dtype=like.dtype, sharding=like.sharding)
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:

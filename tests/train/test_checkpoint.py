@@ -3,19 +3,27 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from effjax import to_device, to_host
+from effjax import _slices, to_device, to_host
+from effjax.train import array_handler
 from effjax.train.checkpoint import MANIFEST, WRITTEN_AFTER_MANIFEST, Checkpoints
 from effjax.train.errors import TrainError
 from effjax.train.run_directory import digest_json
+from tests.tiers import vary
 
 SHAPE = 512, 256
+ROOT = Path(__file__).parent.parent.parent
 
 
 def state(step):
@@ -76,6 +84,115 @@ def test_restores_on_other_devices(tmp_path, mesh8, mesh4x2):
             restored = checkpoints.restore(shapes, 1)
             np.testing.assert_array_equal(restored["split"], a)
             assert restored["split"].sharding == expected and int(restored["step"]) == 3
+
+
+def mixed_state(places):
+    """Return arrays of several dtypes and numbers of axes, in turn in one of the places."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "rows": rng.normal(size=(24, 5)).astype(np.float32),  # as long as the axes of meshes
+        "columns": rng.normal(size=(7, 8, 8)).astype(jnp.bfloat16),
+        "bytes": rng.integers(0, 256, (16, 16), np.uint8),
+        "vector": np.arange(8.0, dtype=np.float32),
+        "zeros": np.zeros((8, 8), np.float32),
+    }
+    state = {name: jax.device_put(a, places[name]) for name, a in arrays.items()}
+    scalars = {"step": jnp.int32(3), "key": jax.random.key(5), "keys": jax.random.split(KEY, 4)}
+    return state | jax.device_put(scalars, places["rest"])
+
+
+KEY = jax.random.key(7, impl="rbg")
+
+
+def mixed_places(mesh, axis, kind="device"):
+    specs = {
+        "rows": P(axis), "columns": P(None, axis), "bytes": P(None, axis), "vector": P(axis),
+        "zeros": P(), "rest": P(),
+    }  # fmt: skip
+    places = {name: NamedSharding(mesh, spec, memory_kind=kind) for name, spec in specs.items()}
+    return places | {"rest": NamedSharding(mesh, P())}
+
+
+def shapes_of(state):
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state
+    )
+
+
+def assert_same(actual, expected):
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert one.sharding == other.sharding and one.dtype == other.dtype
+        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+@vary("slice_bytes", [60, 16, 200, 1 << 20])
+@vary("on_cpu", [True, False])
+def test_slices(tmp_path, monkeypatch, mesh8, mesh4x2, slice_bytes, on_cpu):
+    """Slices are parts of shards, and need not be parts of those that are restored."""
+    monkeypatch.setattr(array_handler, "SLICE_BYTES", slice_bytes)
+    if not on_cpu:  # read and written by programs, as on a GPU
+        monkeypatch.setattr(_slices, "_is_cpu", lambda place: False)
+    saved = mixed_state(mixed_places(mesh8, "data"))
+    others = [
+        mixed_state(mixed_places(mesh4x2, axis, kind))
+        for axis, kind in (("model", "device"), (("model", "data"), "pinned_host"))
+    ]
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, saved)
+        checkpoints.wait()
+        for state in (saved, *others):
+            assert_same(checkpoints.restore(shapes_of(state), 1), state)
+
+
+def test_orbax_restores_a_checkpoint(tmp_path, mesh4x2):
+    saved = mixed_state(mixed_places(mesh4x2, "model"))
+    saved |= {name: jax.random.key_data(saved[name]) for name in ("key", "keys")}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, saved)
+    with ocp.StandardCheckpointer() as plain:
+        restored = plain.restore(tmp_path / "1" / "default", shapes_of(saved))
+    assert_same(restored, saved)
+
+
+@pytest.mark.parametrize("change", [{"shape": (3001,)}, {"dtype": np.int32}])
+def test_a_state_of_another_shape_or_dtype(tmp_path, change):
+    save(tmp_path, {1: 0.1})
+    like = {"shape": (3000,), "dtype": np.float32} | change
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(TrainError, match="does not match"):
+        checkpoints.restore({"a": jax.ShapeDtypeStruct(**like), "step": np.int32(0)}, 1)
+
+
+def test_a_save_that_fails_waits_for_its_other_writes(tmp_path, monkeypatch):
+    """Otherwise they would read memory that the next program uses."""
+    monkeypatch.setattr(array_handler, "SLICE_BYTES", 4000)
+    waited = []
+
+    class Write:
+        def exception(self):
+            waited.append(self)
+
+    class Store:  # for three slices, on a disk that is full at the last one
+        started = 0
+
+        def result(self):
+            return self
+
+        def __getitem__(self, index):
+            return self
+
+        def write(self, rows, **_):
+            if self.started == 2:
+                raise OSError(28, "No space left on device")
+            self.started += 1
+            return Write()
+
+    monkeypatch.setattr(array_handler, "_create", lambda info, a: Store())
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(OSError, match="No space left"):
+            checkpoints.save(1, state(1))
+        assert len(waited) == 2 and checkpoints.steps == []
 
 
 @pytest.mark.parametrize(("keep", "kept"), [(1, [2, 5]), (2, [2, 4, 5]), (9, [2, 3, 4, 5])])
@@ -190,7 +307,7 @@ def test_an_intact_checkpoint_is_not_renamed(tmp_path, monkeypatch, error, match
 
 @pytest.mark.parametrize(
     ("change", "version"),
-    [({"format": 2, "effjax": "9.0"}, "9.0"), ({"format": None, "effjax": None}, "before 0.1.0")],
+    [({"format": 9, "effjax": "9.0"}, "9.0"), ({"format": None, "effjax": None}, "before 0.1.0")],
 )
 def test_a_checkpoint_of_another_version(tmp_path, change, version):
     """It is intact, so no older one is used in its place."""
@@ -281,3 +398,77 @@ def test_reads_without_writing(tmp_path):
     with Checkpoints(tmp_path / "none", read_only=True) as checkpoints:
         assert checkpoints.steps == []
     assert list(tmp_path.iterdir()) == []
+
+
+MEMORY = """
+import gc, sys, threading, time
+import jax, numpy as np
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec as P
+from effjax.train.checkpoint import Checkpoints
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+def most(action):
+    peak, ended = resident(), threading.Event()
+    def watch():
+        nonlocal peak
+        while not ended.wait(0.001):
+            peak = max(peak, resident())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = action()
+    ended.set()
+    watcher.join()
+    return result, peak
+
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+place = NamedSharding(mesh, P(), memory_kind=kind)
+
+def new(i):
+    stack = np.random.default_rng(i).standard_normal((SHAPE), np.float32)
+    return jax.device_put(stack, place, may_alias=False).block_until_ready()
+
+step = jax.jit(lambda a: a + 1, donate_argnums=0, out_shardings=place)
+state = [new(i) for i in range(3)]
+places = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in state]
+size = sum(a.nbytes for a in state)
+
+with Checkpoints(folder) as checkpoints:
+    checkpoints.save(0, {"a": step(new(9))[:1]})  # what is loaded at the first save does not count
+    checkpoints.wait()
+    gc.collect()
+
+    def save_and_step():
+        checkpoints.save(1, state)
+        if kind == "device":  # programs for CPUs copy arrays in pinned host memory
+            state[0] = step(state[0]).block_until_ready()
+        checkpoints.wait()
+
+    before = resident()
+    _, peak = most(save_and_step)
+    print("save", (peak - before) / size)
+    state.clear()
+    gc.collect()
+    before = resident()
+    state, peak = most(lambda: checkpoints.restore(places, 1))
+    print("restore", (peak - before) / size - 1)
+"""
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_needs_no_copy_of_the_state(tmp_path, kind):
+    """Saving and restoring need memory for a few slices, beyond the state of 384 MiB."""
+    program = MEMORY.replace("(SHAPE)", "(8, 2048, 2048)")
+    outs = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), kind],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}, cwd=ROOT,
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert outs[::2] == ["save", "restore"]
+    saving, restoring = map(float, outs[1::2])
+    assert saving < 0.1
+    assert restoring < 0.5  # two slices of 64 MiB

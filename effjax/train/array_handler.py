@@ -1,0 +1,189 @@
+"""Writer and reader of the arrays of a checkpoint, in slices, without a copy of the state.
+
+Orbax copies each array to the host before it writes it, which takes as much memory as the state,
+and writes in the background, which keeps the state's memory from being reused. The handler of this
+module replaces that of Orbax. The result has the format of Orbax, with each array in Zarr.
+
+A slice is a file, a chunk of Zarr. It is not compressed: the numbers of a state become 8 % smaller,
+in six times the time.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from .._slices import Bounds, Rows, create_array, own_shards, read_rows
+from .processes import is_first
+
+ITEM = "default"  # a folder of each checkpoint; the name that Orbax gives
+SLICE_BYTES = 64 << 20  # of a slice, unless a row of the first axis is larger
+MAX_BYTES_IN_FLIGHT = 4 * SLICE_BYTES  # of the slices that are written at the same time
+
+
+class SlicedArrayHandler(ocp.type_handlers.ArrayHandler):
+    """Handler of JAX's arrays for Orbax."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_write_sharding_file=False)
+
+    async def serialize(
+        self, values: Sequence[jax.Array], infos: Sequence[Any], args: Any = None
+    ) -> Sequence[Any]:
+        """Write the shards that this process owns. When this returns, they are written."""
+        values = [jax.random.key_data(a) if _is_key(a) else a for a in values]
+        openings = [_create(info, a) for info, a in zip(infos, values, strict=True)]
+        writes: list[ts.WriteFutures] = []
+        try:
+            num_bytes = 0
+            for a, opening in zip(values, openings, strict=True):
+                for bounds, rows in _slices(a):
+                    # The slice is not copied.
+                    write = opening.result()[_index(bounds)].write(
+                        rows, can_reference_source_data_indefinitely=True
+                    )
+                    writes.append(write)
+                    num_bytes += rows.nbytes
+                    if num_bytes >= MAX_BYTES_IN_FLIGHT:
+                        _wait(writes)
+                        num_bytes = 0
+            _wait(writes)
+        finally:  # after an error, too: what is being written must not be freed
+            for write in writes:
+                write.exception()
+        for opening in openings:
+            opening.result()
+        return []
+
+    async def deserialize(
+        self, infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[jax.Array]:
+        """Create the arrays with the shardings of `args`, one at a time."""
+        assert args is not None
+        return [_restore(info, arg) for info, arg in zip(infos, args, strict=True)]
+
+
+class SlicedTreeHandler(ocp.PyTreeCheckpointHandler):
+    """Handler of pytrees of JAX's arrays for Orbax."""
+
+    def __init__(self) -> None:
+        handlers = ocp.type_handlers.create_type_handler_registry((jax.Array, SlicedArrayHandler()))
+        super().__init__(use_ocdbt=False, type_handler_registry=handlers)
+
+    def finalize(self, directory: Any) -> None:
+        """Do nothing: Orbax would look for files of its other format, and warn."""
+
+
+def make_registry() -> ocp.handlers.CheckpointHandlerRegistry:
+    """Return the handler of the only item of a checkpoint, for a manager of Orbax."""
+    registry, handler = ocp.handlers.DefaultCheckpointHandlerRegistry(), SlicedTreeHandler()
+    for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
+        registry.add(ITEM, args, handler)
+    return registry
+
+
+def _wait(writes: list[Any]) -> None:
+    while writes:
+        writes[-1].result()
+        writes.pop()
+
+
+def _create(info: Any, a: jax.Array) -> Any:
+    """Start to open a new array of Zarr. The first process writes its description."""
+    spec = _spec(info) | {
+        "dtype": a.dtype.name,
+        "metadata": {"shape": a.shape, "chunks": _chunk_shape(a), "compressor": None},
+        # Otherwise Orbax would miss a chunk of zeros.
+        "store_data_equal_to_fill_value": True,
+    }
+    options: dict[str, Any] = {"create": True} if is_first() else {"assume_metadata": True}
+    return ts.open(spec, open=True, context=_context(), **options)
+
+
+def _chunk_shape(a: jax.Array) -> tuple[int, ...]:
+    """Return the shape of the slices of an array, which are parts of its shards."""
+    shard = a.sharding.shard_shape(a.shape)
+    if not shard:
+        return ()
+    count = min(max(-(-math.prod(shard) * a.itemsize // SLICE_BYTES), 1), shard[0])
+    if shard[0] < a.shape[0]:  # then slices must end where shards do
+        while shard[0] % count:
+            count += 1
+    return -(-shard[0] // count), *shard[1:]
+
+
+def _slices(a: jax.Array) -> Iterator[tuple[Bounds, np.ndarray]]:
+    """Yield the slices of the shards of an array that this process writes."""
+    for bounds, shard in own_shards(a):
+        if not bounds:
+            yield bounds, read_rows(shard, 0, 1, SLICE_BYTES).reshape(())
+            continue
+        start, size = bounds[0][0], _chunk_shape(a)[0]
+        for first in range(0, shard.shape[0], size):
+            last = min(first + size, shard.shape[0])
+            rows = read_rows(shard, first, last, SLICE_BYTES)
+            yield ((start + first, start + last), *bounds[1:]), rows
+
+
+def _restore(info: Any, arg: Any) -> jax.Array:
+    """Return an array of a checkpoint, with the sharding of `arg`."""
+    like = jax.ShapeDtypeStruct(arg.global_shape, arg.dtype)
+    if _is_key(like):
+        impl = jax.random.key_impl(jnp.empty((), arg.dtype))
+        return jax.random.wrap_key_data(
+            _read_array(info, jax.eval_shape(jax.random.key_data, like), arg.sharding), impl=impl
+        )
+    return _read_array(info, like, arg.sharding)
+
+
+def _read_array(info: Any, like: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    store = ts.open(
+        _spec(info) | {"fill_missing_data_reads": False}, open=True, context=_context()
+    ).result()
+    found, wanted = (store.shape, store.dtype.name), (like.shape, like.dtype.name)
+    if found != wanted:
+        raise ValueError(f"{info.name} is {found}, not {wanted}")
+    like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
+
+    def read(bounds: Bounds, out: np.ndarray) -> None:
+        out[...] = store[_index(bounds)].read().result()
+
+    def rows_of(bounds: Bounds) -> Iterator[Rows]:
+        if not bounds:
+            yield 0, 1, functools.partial(read, bounds)
+            return
+        (start, stop), size = bounds[0], store.chunk_layout.read_chunk.shape[0]
+        first = start
+        while first < stop:
+            last = min(first - first % size + size, stop)
+            part = (first, last), *bounds[1:]
+            yield first - start, last - start, functools.partial(read, part)
+            first = last
+
+    return create_array(like, rows_of, SLICE_BYTES)
+
+
+def _is_key(a: Any) -> bool:
+    """Return True for keys of JAX's random numbers."""
+    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+
+
+def _spec(info: Any) -> dict[str, Any]:
+    """Return the place of an array for TensorStore."""
+    path = f"{info.parent_dir / info.name}/"
+    return {"driver": "zarr", "kvstore": {"driver": "file", "path": path}}
+
+
+@functools.cache
+def _context() -> ts.Context:
+    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+
+
+def _index(bounds: Bounds) -> tuple[slice, ...]:
+    return tuple(slice(*pair) for pair in bounds)
