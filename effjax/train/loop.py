@@ -1,11 +1,13 @@
 """The training loop: train steps, and from time to time a validation and a checkpoint."""
 
+import concurrent.futures
 import contextlib
 import errno
 import math
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +15,11 @@ import jax
 from .checkpoint import Checkpoints
 from .config import RESUMABLE_OPTIONS
 from .errors import PreemptionError, TrainError
-from .processes import run_on_first
+from .processes import is_first, run_on_first
 from .run_directory import RunDirectory
-from .task import Metrics, Progress, Record, Result, Stop, Task
+from .task import Metrics, Progress, Result, Stop, Task
+
+WEIGHTS = "weights_sha256"  # in the `base` of config.json
 
 
 def fit(
@@ -80,19 +84,24 @@ def _fit(
     task: Task[Result], run: RunDirectory, progress: Progress, resume: bool, stop: Stop
 ) -> Result:
     began, config = time.perf_counter(), task.describe()
+    digest_base = _in_background(task.digest_base if is_first() else lambda: None)
     with contextlib.ExitStack() as stack:
         stack.callback(progress.stop)
         checkpoints = stack.enter_context(Checkpoints(run.checkpoints, keep=task.config.keep))
         if resume:
             _check_same(task, run, config)
-        if resume and checkpoints.steps:
-            state, done, partial, records = _restore(task, run, checkpoints, progress)
+        restores = bool(resume and checkpoints.steps)
+        if restores:
+            state, done = _restore(task, run, checkpoints, progress)
+            partial, records_digest = checkpoints.read_metrics(done)
         else:  # a new run, or one that was interrupted before its first checkpoint
-            state, done, partial = task.initial_state(), 0, []
-            records = run_on_first(lambda: run.truncate_metrics(task.unit))
-            checkpoints.save(0, state)
-        if resume and run.read_config() != config:
+            state, done, partial, records_digest = task.initial_state(), 0, [], None
+        config = _add_weights(run, config, run_on_first(digest_base))
+        records = run_on_first(lambda: run.truncate_metrics(task.unit, done, records_digest))
+        if run.read_config() != config:
             run.write_config(config)
+        if not restores:
+            checkpoints.save(0, state)
 
         key, every = jax.random.key(task.config.seed), task.config.checkpoint_every
         eval_steps, end = set(task.eval_steps), task.eval_steps[-1]
@@ -215,30 +224,61 @@ class _Interval:
 
 def _restore(
     task: Task[Any], run: RunDirectory, checkpoints: Checkpoints, progress: Progress
-) -> tuple[Any, int, list[dict[str, float]], list[Record]]:
-    """Restore the newest intact checkpoint, and cut metrics.jsonl back to it.
-
-    Returns:
-        The state, the number of steps taken, the metrics of the steps since the last evaluation,
-        and the records.
-    """
+) -> tuple[Any, int]:
+    """Restore the newest intact checkpoint; return the state and the number of steps taken."""
     done, state = checkpoints.restore_first_intact(
         task.shapes(), checkpoints.steps[::-1], progress.log
     )
     _check_length(task, run, done, done in checkpoints.evaluated_steps)
-    metrics, digest = checkpoints.read_metrics(done)
-    records = run_on_first(lambda: run.truncate_metrics(task.unit, done, digest))
-    return state, done, metrics, records
+    return state, done
+
+
+def _in_background(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Call a function in a thread, and return a function that waits for its result.
+
+    The process may end before the thread.
+    """
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    return future.result
+
+
+def _add_weights(run: RunDirectory, config: dict[str, Any], digest: str | None) -> dict[str, Any]:
+    """Return the content of config.json with the digest of the weights that the run starts with.
+
+    Raises:
+        TrainError: The run has started with other weights.
+    """
+    if digest is None:
+        return config
+    if run.read_config().get("base", {}).get(WEIGHTS, digest) != digest:
+        raise _other_weights(run)
+    return config | {"base": config["base"] | {WEIGHTS: digest}}
+
+
+def _other_weights(run: RunDirectory) -> TrainError:
+    return TrainError(
+        f"{run.path} was started with the weights of another checkpoint. Give that one, or start "
+        "a new run."
+    )
 
 
 def _check_same(task: Task[Any], run: RunDirectory, now: dict[str, Any]) -> None:
-    """Raise TrainError unless the run has the task's options and data, apart from its length."""
+    """Raise TrainError unless the run has the task's options and data, apart from its length.
+
+    The weights that it started with are compared later.
+    """
     before = run.read_config()
-    if before.get("base") != now.get("base"):
-        raise TrainError(
-            f"{run.path} was started with the weights of another checkpoint. Give that one, or "
-            "start a new run."
-        )
+    bases = [{**config.get("base", {}), WEIGHTS: None} for config in (before, now)]
+    if bases[0] != bases[1]:
+        raise _other_weights(run)
     if before.get("data") != now["data"]:
         raise TrainError(
             f"{run.path} was trained on other data. Give those with --data, or start a new run."

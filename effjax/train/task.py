@@ -83,7 +83,14 @@ class Task(abc.ABC, Generic[Result]):
         """Return the content of config.json.
 
         `options` holds the options. `data` holds what distinguishes the data of the run from other
-        data. `base`, if there is one, distinguishes the weights that it started with from others.
+        data. `base`, if there is one, distinguishes the model that it started with from others.
+        The loop adds the digest of its weights.
+        """
+
+    def digest_base(self) -> str | None:
+        """Return the digest of the weights that the run starts with; by default there are none.
+
+        Called in a background thread of the first process, since it may take long.
         """
 
     @abc.abstractmethod

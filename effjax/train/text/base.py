@@ -25,7 +25,6 @@ TOKENIZER_FILES = (
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MODEL, ADAPTER = "model", "adapter"  # folders of a run, written at its end
 ADAPTER_CONFIG = "adapter_config.json"
-NUM_SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # of each file of weights, for its fingerprint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,27 +40,26 @@ class Base:
     model: DecoderConfig
 
     @functools.cached_property
-    def fingerprint(self) -> dict[str, Any]:
-        """Digests of config.json and of the weights, to recognize the model when a run resumes.
-
-        Only samples of the weights are read: fine-tuning a model changes them everywhere.
-        """
+    def config_sha256(self) -> str:
+        """The digest of config.json, without the dtype, to recognize the model."""
         config = dataclasses.replace(self.model, dtype="float32").to_json()
+        return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+    def digest_weights(self) -> str:
+        """Return the digest of all bytes of the weights. It takes about a second per gigabyte.
+
+        Raises:
+            DataError: A file cannot be read.
+        """
         digest = hashlib.sha256()
-        for file in sorted(self.folder.glob("*.safetensors")):
-            size = file.stat().st_size
-            digest.update(f"{file.name} {size}\n".encode())
-            step = max(size // NUM_SAMPLES, SAMPLE_BYTES)
-            with file.open("rb") as stream:
-                for start in range(0, size, step):
-                    stream.seek(start)
-                    digest.update(stream.read(SAMPLE_BYTES))
-        return {
-            "config_sha256": hashlib.sha256(
-                json.dumps(config, sort_keys=True).encode()
-            ).hexdigest(),
-            "weights_sha256": digest.hexdigest(),
-        }
+        try:
+            for file in sorted(self.folder.glob("*.safetensors")):
+                with file.open("rb") as stream:
+                    file_digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                digest.update(f"{file.name} {file_digest}\n".encode())
+        except OSError as error:
+            raise unreadable(self.folder, error) from error
+        return digest.hexdigest()
 
     def check(self, layers: Any, others: Any) -> None:
         """Raise DataError unless the files have tensors of these shapes."""

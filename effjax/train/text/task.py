@@ -194,7 +194,12 @@ class TextTask(Task[TextResult]):
 
     def describe(self) -> dict[str, Any]:
         description = self.config.describe(__version__, self.data.describe())
-        return description if self.base is None else description | {"base": self.base.fingerprint}
+        if self.base is not None:
+            description["base"] = {"config_sha256": self.base.config_sha256}
+        return description
+
+    def digest_base(self) -> str | None:
+        return None if self.base is None else self.base.digest_weights()
 
     def initial_state(self) -> DecoderState:
         seed = self.config.seed

@@ -12,7 +12,7 @@ import pytest
 from effjax.convert import load_adapter, load_checkpoint
 from effjax.models import DecoderConfig, decoder_shapes
 from effjax.train.checkpoint import Checkpoints
-from effjax.train.errors import DataError, TrainError
+from effjax.train.errors import DataError, PreemptionError, TrainError
 from effjax.train.loop import fit
 from effjax.train.text.generate import find_model
 from tests.train.small import (
@@ -97,7 +97,7 @@ def test_export_is_a_checkpoint_to_start_from(trained):
     again = finetune_task(run.path / "model")
     loss = task.make_eval()(again.initial_state(), "validation")["loss"]
     assert loss == pytest.approx(result.validation_loss, rel=1e-6)
-    assert again.base.fingerprint != task.base.fingerprint
+    assert again.base.digest_weights() != task.base.digest_weights()
 
 
 def test_resumes_exactly(trained, tmp_path):
@@ -204,6 +204,40 @@ def test_does_not_resume_with_another_checkpoint(trained, tmp_path):
     assert finetune_task(other).data.describe() == task.data.describe()
     with pytest.raises(TrainError, match="was started with the weights of another checkpoint"):
         fit(finetune_task(other, resume=True), run, resume=True)
+
+
+def test_does_not_resume_with_a_changed_byte(tmp_path):
+    """A byte in the middle of weights of 8 MB has changed, and the files of the run do not."""
+    base = write_base(tmp_path / "base", vocab_size=1 << 16)
+    run = new_run(tmp_path / "run", task := finetune_task(base))
+    with pytest.raises(PreemptionError):
+        fit(task, run, stop=lambda step: step == 1)
+    before = {file: file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
+    weights = base / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2 + 100_000] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(TrainError, match="was started with the weights of another checkpoint"):
+        fit(finetune_task(base, resume=True), run, resume=True)
+    assert {file: file.read_bytes() for file in run.path.rglob("*") if file.is_file()} == before
+
+
+def test_a_run_without_a_checkpoint_may_start_again(base, tmp_path):
+    """It was killed before the digest of its weights was written."""
+    task = finetune_task(base)
+    run = new_run(tmp_path / "run", task)
+    assert "weights_sha256" not in run.read_config()["base"]
+    with pytest.raises(PreemptionError):
+        fit(task, run, resume=True, stop=lambda step: step == 1)
+    assert run.read_config()["base"]["weights_sha256"] == task.base.digest_weights()
+
+
+def test_weights_that_cannot_be_read_again(base, tmp_path):
+    moved = shutil.copytree(base, tmp_path / "moved")
+    (moved / "model.safetensors").unlink()
+    (moved / "model.safetensors").mkdir()
+    with pytest.raises(DataError, match=r"model.safetensors: cannot be read \("):
+        finetune_task(moved, resume=True).base.digest_weights()
 
 
 def test_does_not_resume_with_other_rows(trained, tmp_path):
