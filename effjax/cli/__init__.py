@@ -10,16 +10,24 @@ from collections.abc import Sequence
 
 from .._extras import install_command
 from ..train.errors import printable
-from .errors import INTERRUPTED
+from .errors import INTERRUPTED, ctrl_c, note_interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `effjax ARGV` (default: the arguments of the process) and return the exit code."""
     logging.getLogger("jax._src.xla_bridge").addFilter(_shorten_cuda_error)
     logging.getLogger("absl").addFilter(_escape_names)  # of Orbax
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, note_interrupt)
     try:
         code = _run(sys.argv[1:] if argv is None else list(argv))
-    except KeyboardInterrupt:  # before a command runs, or a second one while it ends
+    except BaseException as error:
+        # Before a command runs, or a second one while it ends; an import may raise another error.
+        if not (ctrl_c or isinstance(error, KeyboardInterrupt)):
+            raise
+        print("effjax: interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    if ctrl_c and code != INTERRUPTED:  # an import or JAX lost the exception
         print("effjax: interrupted", file=sys.stderr)
         code = INTERRUPTED
     if code == INTERRUPTED and argv is None:

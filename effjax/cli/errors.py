@@ -1,16 +1,26 @@
 """Errors of commands: one line on stderr, and an exit code."""
 
 import contextlib
+import errno
 import re
 import sys
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from .._extras import install_command
-from ..train.errors import TrainError, printable
+from ..train.errors import TrainError, printable, quoted
 
 LONGEST = 2000  # characters of a message; a file may have a key of 100 MB
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
+
+
+ctrl_c: list[int] = []  # the signals of Ctrl-C outside of a run
+
+
+def note_interrupt(number: int, _: object) -> NoReturn:
+    """Handle Ctrl-C as Python does, and remember it: imports and JAX lose some exceptions."""
+    ctrl_c.append(number)
+    raise KeyboardInterrupt
 
 
 class CommandError(Exception):
@@ -29,8 +39,10 @@ def report(error: BaseException) -> int | None:
     message, code = str(error), USAGE
     if isinstance(error, CommandError):
         code = error.exit_code
-    elif isinstance(error, KeyboardInterrupt):
+    elif isinstance(error, KeyboardInterrupt) or ctrl_c:
         message, code = "interrupted", INTERRUPTED
+    elif found := _describe_system_error(error):
+        message, code = found
     elif isinstance(error, MemoryError):
         message = f"out of memory ({message or 'of this machine'}). Use smaller data."
         code = 1
@@ -38,12 +50,8 @@ def report(error: BaseException) -> int | None:
         message, code = "out of device memory. Try a smaller --batch-size.", 1
     elif isinstance(error, ModuleNotFoundError):
         message = f"{error.name} is missing. Run {install_command('train')}."
-    elif hasattr(error, "format_message"):  # of typer, whose error classes are private
-        usage_error: Any = error
-        message = usage_error.format_message().rstrip(".")
-        context = getattr(error, "ctx", None)
-        if message and context:  # without a message, the help has been printed
-            message = f"{message}. See {context.command_path} --help."
+    elif hasattr(error, "format_message"):
+        message = _describe_usage_error(error)
     elif not isinstance(error, TrainError):
         return None
     if message:
@@ -53,6 +61,24 @@ def report(error: BaseException) -> int | None:
         # In one piece: threads of JAX write to stderr, too.
         sys.stderr.write(f"effjax: {printable(message)}\n")
     return code
+
+
+def _describe_usage_error(error: Any) -> str:
+    """Return the message of an error of typer, whose classes are private."""
+    message = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    if message and context:  # without a message, the help has been printed
+        message = f"{message}. See {context.command_path} --help."
+    return message
+
+
+def _describe_system_error(error: BaseException) -> tuple[str, int] | None:
+    """Return the message and the exit code of an error of the system that any command may get."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{quoted(error.filename)}: the name is too long. Use a shorter one.", USAGE
+    if isinstance(error.__context__, BrokenPipeError):  # typer replaces it by SystemExit
+        return "standard output was closed, which ended the command.", 1
+    return None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, Literal, Self
 
-from .errors import INTERRUPTED, CommandError, report
+from .errors import INTERRUPTED, CommandError, note_interrupt, report
 
 PATIENCE = 2.0  # seconds for the main thread to end the run
 
@@ -43,7 +43,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self._handler = signal.getsignal(signal.SIGINT)
-        if self._handler is signal.default_int_handler:
+        if self._handles_ctrl_c:
             signal.signal(signal.SIGINT, self._receive)
             self._unraisable_hook, sys.unraisablehook = sys.unraisablehook, self._report_lost
             self._reader, self._writer = socket.socketpair()
@@ -56,13 +56,17 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
-        if self._handler is signal.default_int_handler:
+        if self._handles_ctrl_c:
             signal.set_wakeup_fd(self._other_writer)
             signal.signal(signal.SIGINT, self._handler)
             sys.unraisablehook = self._unraisable_hook
             self._writer.close()
             self._thread.join()
             self._reader.close()
+
+    @property
+    def _handles_ctrl_c(self) -> bool:
+        return self._handler in (signal.default_int_handler, note_interrupt)
 
     def _receive(self, *_: Any) -> None:
         self.received += 1

@@ -307,10 +307,13 @@ class Checkpoints:
             raise
         # Zarr and TensorStore raise their own exceptions, with the system's error in the message.
         except Exception as error:
-            is_full = "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error)
-            reason = "No space left on device" if is_full else f"{type(error).__name__} in Orbax"
+            code, reason = errno.EIO, f"{type(error).__name__} in Orbax"
+            if "RESOURCE_EXHAUSTED" in str(error) or "No space left" in str(error):
+                code, reason = errno.ENOSPC, "No space left on device"
+            elif "File too large" in str(error):
+                code, reason = errno.EFBIG, "File too large, see ulimit -f"
             path = self.directory / str(self._saving.get("step", ""))
-            raise OSError(errno.ENOSPC if is_full else errno.EIO, reason, str(path)) from error
+            raise OSError(code, reason, str(path)) from error
 
 
 def _shape_with_sharding(x: Any) -> jax.ShapeDtypeStruct:

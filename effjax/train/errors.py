@@ -52,6 +52,8 @@ def printable(text: str) -> str:
 def quoted(data: object) -> str:
     """Return data of the user for a message: printable, and at most 120 characters."""
     text = str(data)
+    if isinstance(data, Exception) and not text:  # such as MemoryError()
+        text = type(data).__name__
     return printable(text if len(text) <= 120 else f"{text[:119]}…")
 
 

@@ -150,6 +150,10 @@ def test_dtype(base):
         (["base", "--no-chat", "--prompt", ""], "An empty prompt needs"),
         (["plain", "--chat"], "--chat needs a chat template, which"),
         (["small"], "belong to different models. Token"),
+        (["base", "--prompt", "a\udcff"], "`prompt` must be UTF-8"),
+        (["base", "--system", "a\udcff"], "`system` must be UTF-8"),
+        (["eos"], "`eos_token_id` (=2147483648) must be below `vocab_size`"),
+        (["x" * 300], "xx…: the name is too long. Use a shorter one."),
     ],
 )
 def test_errors_are_one_line(run, base, tmp_path, argv, message):
@@ -157,11 +161,12 @@ def test_errors_are_one_line(run, base, tmp_path, argv, message):
         (tmp_path / name).mkdir()
         config = {"effjax": "0.1.0", "command": command}
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    for name in ("bare", "plain", "small"):
+    for name in ("bare", "plain", "small", "eos"):
         shutil.copytree(base, tmp_path / name)
     (tmp_path / "bare" / "tokenizer.json").unlink()
     change(tmp_path / "plain" / "tokenizer_config.json", chat_template=None)
     change(tmp_path / "small" / "config.json", vocab_size=3)
+    change(tmp_path / "eos" / "config.json", eos_token_id=[1, 2**31])
     code, out, err = run("generate", *argv, "--prompt", PROMPT)
     assert (code, out) == (2, "") and one_line(err) and message in err
 

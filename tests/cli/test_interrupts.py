@@ -128,3 +128,28 @@ def test_no_traceback_of_a_lost_exception(monkeypatch):
     assert reported == [ValueError]
     Raises(KeyboardInterrupt)
     assert reported == [ValueError, KeyboardInterrupt]
+
+
+@pytest.mark.parametrize("end", ["return 0", "raise ImportError('half of a module')"])
+def test_ctrl_c_that_an_import_loses(start, end):
+    before = f"""
+import effjax.cli, os, signal
+def run(argv):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    except KeyboardInterrupt:
+        pass
+    {end}
+effjax.cli._run = run
+"""
+    process = start("generate", before=before)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "effjax: interrupted\n")
+
+
+def test_closed_standard_output(start):
+    process = start("train", "lm", "--help", before="import os; os.close(os.dup(1))")
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait() == 1 and "standard output was closed" in err and err.count("\n") == 1

@@ -149,3 +149,11 @@ def test_compiler_is_not_importable():
     files = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
     assert not any(file.startswith(str(folder)) for file in files)
     assert str(folder) not in os.environ.get("PYTHONPATH", "")
+
+
+def test_damaged_folder_is_named(base):
+    folder = packages.compiler_directory("cuda")
+    folder.mkdir(parents=True)
+    with pytest.raises(PlanError, match="is damaged .*Remove this folder") as error:
+        plan(jnp.sin, X)
+    assert str(folder) in str(error.value)

@@ -426,6 +426,10 @@ def full_disk(*_, **__):
     raise ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device [OS error 28]")
 
 
+def file_limit_in_orbax(*_, **__):
+    raise ValueError("NOT_FOUND: Error writing: File too large [OS error 27: EFBIG]")
+
+
 def failure_in_orbax(*_, **__):
     raise ValueError("a zarr metadata file is missing\nand so on")
 
@@ -436,6 +440,7 @@ def failure_in_orbax(*_, **__):
         ("save", full_disk, "No space .* Make room"),
         ("wait_until_finished", full_disk, "No space .* Make room"),  # in the background
         ("save", failure_in_orbax, "ValueError in Orbax.* Correct"),
+        ("save", file_limit_in_orbax, "File too large, see ulimit -f.* Correct"),
     ],
 )
 def test_files_that_cannot_be_written(tmp_path, task, monkeypatch, method, failure, message):

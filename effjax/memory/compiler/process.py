@@ -30,6 +30,9 @@ _ENVIRONMENTS = {
 }
 
 
+_DAMAGED = "No module named", "cannot open shared object", "invalid ELF header", "file too short"
+
+
 class CompiledProgram(NamedTuple):
     """The compiler's output; bytes are per device, by kind."""
 
@@ -82,6 +85,11 @@ def compile_for(
         result = json.loads(result_file.read_text())
         if "custom_partitioner" in result.get("error", ""):
             raise PlanError(SPLITS_ITSELF)
+        if any(text in result.get("error", "") for text in _DAMAGED):
+            raise PlanError(
+                f"the compiler in {find_compiler(target.platform)} is damaged "
+                f"({result['error']:.200}). Remove this folder; a plan installs it again."
+            )
         if "error" in result:
             raise PlanError(
                 f"the program cannot be compiled for {target.description}: {result['error']}"

@@ -307,7 +307,8 @@ def _compile(source: str, today: datetime.date) -> Any:
     }
     try:
         return environment.from_string(source)
-    except jinja2.TemplateError as error:
+    # Jinja compiles to Python, which refuses deeply nested blocks by other types of errors.
+    except Exception as error:
         raise DataError(f"the chat template is not valid ({quoted(error)})") from error
 
 

@@ -89,6 +89,9 @@ class TextModel:
         Raises:
             DataError: The template does not accept the messages.
         """
+        for name, text in ("prompt", prompt), ("system", system):
+            if text is not None and text.encode(errors="ignore").decode() != text:
+                raise TrainError(f"`{name}` must be UTF-8.")
         tokenizer = self.tokenizer
         if not chat:
             return [*tokenizer.beginning, *self._encode_text(prompt)], self._stop_tokens()
@@ -119,7 +122,13 @@ class TextModel:
         for content in settings:
             eos = content.get("eos_token_id") if isinstance(content, dict) else None
             values = eos if isinstance(eos, list) else [eos]
-            tokens |= {token for token in values if type(token) is int and token >= 0}
+            ends = {token for token in values if type(token) is int and token >= 0}
+            if max(ends, default=0) >= 2**31:
+                raise DataError(
+                    f"{self.base.folder}: `eos_token_id` (={max(ends)}) must be below `vocab_size` "
+                    f"(={self.config.vocab_size})."
+                )
+            tokens |= ends
         return tokens
 
     def _load_adapter(self, layers: Any) -> tuple[dict[str, jax.Array], float]:

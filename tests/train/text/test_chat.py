@@ -1,7 +1,9 @@
 """Tokenizers and chat templates."""
 
+import dataclasses
 import datetime
 import json
+import types
 
 import pytest
 
@@ -123,6 +125,8 @@ def test_names_of_templates(load):
         ("{{ messages[9].content }}", "not accept"),
         ("{% for %}", "the chat template is not valid"),
         ("{% generation %}", "the chat template is not valid"),
+        ("{% if true %}" * 200 + "{% endif %}" * 200, "the chat template is not valid"),
+        ("{{ (" * 1 + "(" * 2000 + "1" + ")" * 2001 + " }}", "the chat template is not valid"),
         (None, "lacks a chat template"),
     ],
 )
@@ -214,3 +218,14 @@ def test_generation_blocks_that_are_not_reached(load):
     )
     with pytest.raises(DataError, match="marks no turn of the assistant.*Correct the template"):
         load(template).render_turns(CONVERSATION)
+
+
+def test_template_without_memory(load):
+    tokenizer = load("{{ messages }}")
+
+    def render(**_):
+        raise MemoryError
+
+    tokenizer = dataclasses.replace(tokenizer, template=types.SimpleNamespace(render=render))
+    with pytest.raises(DataError, match=r"does not accept the first 4 messages \(MemoryError\)"):
+        tokenizer.render(CONVERSATION)
