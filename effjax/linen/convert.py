@@ -114,7 +114,7 @@ def _run_converted(
     settings: dict[str, Any], call: Any, args: Any, kwargs: Any, context: Any
 ) -> Any:
     """Call a method; if it is that of a batch norm, call the batch norm of effjax instead."""
-    layer = context.module
+    layer: Any = context.module
     if context.method_name == "__call__":
         changed = any(getattr(layer, name, None) != value for name, value in settings.items())
         if isinstance(layer, ImageLayerConfig) and changed:

@@ -123,7 +123,7 @@ class DeformConv(nnx.Module):
             `[N, Ho, Wo, out_features]`.
         """
         check_inputs(self.predict_offset, self.modulated, offset, mask)
-        groups = self.options["feature_group_count"]
+        groups: Any = self.options["feature_group_count"]
         check_features(as_real_array("x", x), self.kernel.shape[2] * groups)
         if self.predict_offset:
             offset, mask = self._predict(x)
