@@ -18,7 +18,7 @@ from ..nnx.dense_block import DenseBlock, as_dropout_key, shared_batch_options
 from ..ops._common.arguments import as_integer, as_number, with_torch_hints
 from ..ops._common.dtypes import accumulation_dtype
 from ..ops.dense_block.bn_relu_conv import bn_relu_conv
-from .images import ImageNetworkConfig, as_sizes, cast_batch, max_pool
+from .images import ImageNetwork, ImageNetworkConfig, as_sizes, cast_batch, max_pool
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -67,7 +67,7 @@ def block_widths(config: DenseNetConfig) -> list[tuple[int, int]]:
 
 @with_torch_hints
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
-class DenseNet(nnx.Module, DenseNetConfig):
+class DenseNet(ImageNetwork, DenseNetConfig):
     """DenseNet-BC on images `[N, H, W, C]`: stem, dense blocks with transitions, linear head.
 
     A layer is BN-ReLU-conv1x1 to `bn_size·growth_rate` channels, then BN-ReLU-conv3x3 to
@@ -115,12 +115,6 @@ class DenseNet(nnx.Module, DenseNetConfig):
 
     in_channels: int = 3
     rngs: dataclasses.InitVar[nnx.Rngs]
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        # The options are compared by value, modules by identity.
-        return self is other
 
     def __post_init__(self, rngs: nnx.Rngs) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().__post_init__()

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -17,6 +18,15 @@ class ImageNetworkConfig(ImageLayerConfig):
     """Options that DenseNet and ResNet have in common."""
 
     small_inputs: bool = False
+
+
+class ImageNetwork(nnx.Module):
+    """Base class of networks: options are compared by value, networks by identity."""
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 def cast_batch(

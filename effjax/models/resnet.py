@@ -21,7 +21,7 @@ from ..nnx.deform_conv import DeformConv
 from ..ops._common.arguments import as_integer, check_divides, with_torch_hints
 from ..ops._common.dtypes import accumulation_dtype
 from ..ops.batch_norm.sync import STATISTICS
-from .images import ImageNetworkConfig, as_sizes, cast_batch, max_pool
+from .images import ImageNetwork, ImageNetworkConfig, as_sizes, cast_batch, max_pool
 
 EXPANSION = 4  # ratio of a bottleneck's output channels to its inner channels
 # Checkpoint name of the outputs of all convolutions except a block's last and its shortcut.
@@ -85,7 +85,7 @@ class ResNetConfig(ImageNetworkConfig):
 
 @with_torch_hints
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
-class ResNet(nnx.Module, ResNetConfig):
+class ResNet(ImageNetwork, ResNetConfig):
     """ResNet of torchvision's layout on images `[N, H, W, C]`: stem, stages, linear head.
 
     The stem is a 7x7 convolution with stride 2, BN, ReLU and a 3x3 max pool with stride 2. A block
@@ -151,12 +151,6 @@ class ResNet(nnx.Module, ResNetConfig):
 
     in_channels: int = 3
     rngs: dataclasses.InitVar[nnx.Rngs]
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        # The options are compared by value, modules by identity.
-        return self is other
 
     def __post_init__(self, rngs: nnx.Rngs) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().__post_init__()
