@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..memory import OptionSearch
     from ..train.task import MemoryChoices
 
-DEFAULT_TARGET = "h200"
+DEFAULT_TARGET = "h200"  # that of effjax.memory, which the help does not import
 _UNITS = {"mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
 
 

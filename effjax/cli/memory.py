@@ -17,7 +17,7 @@ from ..train.errors import TrainError, printable
 from ..train.images.config import DenseNetRunConfig, ImageConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig, LMConfig, TextConfig
 from .errors import CommandError
-from .fit import parse_size, search_options
+from .fit import DEFAULT_TARGET, parse_size, search_options
 from .options import FileOptions, command, take
 from .user_steps import describe_error, load_steps, shorten
 
@@ -44,7 +44,7 @@ class PlanOptions(FileOptions):
     """Options of all plans."""
 
     target: str = option(
-        "h200",
+        DEFAULT_TARGET,
         help="h200, h100, gh200, b200, gb200, a100-80, a100-40, l4, l40s, rtx4090, rtx5090, v4, "
         "v5e, v5p, v6e, tpu7x, or a file with a GpuTargetConfigProto.",
         group=PLAN,

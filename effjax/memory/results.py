@@ -136,13 +136,19 @@ class MemoryPlan(Printable):
         return self.step_time.seconds
 
     @property
+    def fits_device(self) -> bool:
+        """True if the program fits in device memory that holds nothing else."""
+        return not self.refusal and self.peak_device_bytes <= self.available_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """True if the program fits in pinned host memory that holds nothing else."""
+        return self.peak_host_bytes <= self.host_memory_bytes
+
+    @property
     def fits(self) -> bool:
         """True if the program fits in device and host memory that hold nothing else."""
-        return (
-            not self.refusal
-            and self.peak_device_bytes <= self.available_bytes
-            and self.peak_host_bytes <= self.host_memory_bytes
-        )
+        return self.fits_device and self.fits_host
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan without its HLO as JSON-serializable data."""
@@ -196,7 +202,7 @@ class Comparison(Printable, dict[str, MemoryPlan]):
 
     def report(self) -> Report:
         """Return the report to print: a table with a row per plan."""
-        first = next(iter(self.values())).peak_device_bytes
+        first = next((plan.peak_device_bytes for plan in self.values()), 0)
         header = ["", "peak", "ratio", "arguments", "outputs", "temporaries", "host", "fits"]
         rows = [
             [
@@ -284,6 +290,10 @@ class ResidualReport(Printable):
     argument_bytes: int
     arrays: tuple[tuple[tuple[int, ...], str, int, int], ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-serializable data."""
+        return dataclasses.asdict(self)
+
     def report(self) -> Report:
         """Return the report to print: the total and the largest arrays."""
         rows = [
@@ -319,20 +329,19 @@ class ResidualReport(Printable):
 def summarize(plan: MemoryPlan) -> str:
     """Return one line with the peaks of device and host, and whether they fit."""
 
-    def fits(size: int, available: int, refused: bool = False) -> str:
-        verb = "fits in" if size <= available and not refused else "DOES NOT FIT in"
-        return f"{verb} {format_bytes(available)}"
+    def describe(fits: bool, available: int) -> str:
+        return f"{'fits in' if fits else 'DOES NOT FIT in'} {format_bytes(available)}"
 
     each = f", each of {plan.num_devices}" if plan.num_devices > 1 else ""
     peak, on_host = plan.peak_device_bytes, plan.peak_host_bytes
     line = (
-        f"{format_bytes(peak)} at the peak {fits(peak, plan.available_bytes, bool(plan.refusal))} "
+        f"{format_bytes(peak)} at the peak {describe(plan.fits_device, plan.available_bytes)} "
         f"({plan.memory_fraction:.0%} of {plan.target.description}{each})"
     )
     if on_host:
         line += (
             f"; {format_bytes(on_host)} of pinned host memory "
-            f"{fits(on_host, plan.host_memory_bytes)}"
+            f"{describe(plan.fits_host, plan.host_memory_bytes)}"
         )
         if plan.target.is_gpu:  # the variable holds an integer
             line += f" ({HOST_MEMORY_VARIABLE}={math.ceil(plan.host_memory_bytes / 2**30)})"

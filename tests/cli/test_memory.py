@@ -1,9 +1,12 @@
+import dataclasses
 import json
 import re
 import sys
 
 import pytest
 
+from effjax.memory import list_targets
+from effjax.memory.plan import DEFAULT_TARGET
 from tests.cli.command import one_line
 from tests.programs import needs_gpu_compiler
 
@@ -232,3 +235,15 @@ def test_missing_compiler(run_memory, monkeypatch):
     code, out, err = run_memory("step", "own_step:one")
     assert (code, out) == (1, "") and one_line(err)
     assert "Run `effjax memory --install-compiler cuda` where there is a network" in err
+
+
+def test_names_of_targets():
+    """The help of the command is written without importing the planner."""
+    pytest.importorskip("typer")
+    from effjax.cli import fit
+    from effjax.cli.memory import PlanOptions
+
+    (target,) = (f for f in dataclasses.fields(PlanOptions) if f.name == "target")
+    names, _, _ = target.metadata["help"].partition(", or a file")
+    assert tuple(names.split(", ")) == list_targets()
+    assert target.default == fit.DEFAULT_TARGET == DEFAULT_TARGET

@@ -45,6 +45,10 @@ def test_rendering(matmul_plan, plot, rich_text):
     assert "other" in rich_text(result)
 
 
+def test_report_without_plans():
+    assert str(Comparison()).split()[:2] == ["peak", "ratio"]
+
+
 def test_rejects_wrong_programs():
     with pytest.raises(ValueError, match="`programs` must not be empty"):
         compare({}, f32(8))

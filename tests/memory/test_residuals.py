@@ -1,3 +1,5 @@
+import json
+
 import jax
 import jax.numpy as jnp
 
@@ -58,5 +60,7 @@ def test_report(plot, rich_text):
     assert rows[0].split() == ["8.2", "kB", "1×", "float32[64,32]"]  # the largest first
     assert sum(row[-1] for row in report.arrays) == report.bytes
 
+    record = json.loads(json.dumps(report.to_dict()))
+    assert record["bytes"] == report.bytes and record["arrays"][0] == [[64, 32], "float32", 1, 8192]
     assert len(plot(report, most=2).get_yticklabels()) == 2
     assert "kept for the backward pass" in rich_text(report)
