@@ -114,16 +114,16 @@ def _run_converted(
     settings: dict[str, Any], call: Any, args: Any, kwargs: Any, context: Any
 ) -> Any:
     """Call a method; if it is that of a batch norm, call the batch norm of effjax instead."""
-    layer: Any = context.module
+    layer, scope = context.module, context.module.scope
     if context.method_name == "__call__":
         changed = any(getattr(layer, name, None) != value for name, value in settings.items())
         if isinstance(layer, ImageLayerConfig) and changed:
             _raise_own_axis(layer)  # its operators do not call the norms
         if _is_convertible(layer) and (changed or type(layer) is nn.BatchNorm):
             # `parent` gives it the variables of the layer.
-            options = _field_values(layer) | settings | dict(parent=layer.scope, name=None)
+            options = _field_values(layer) | settings | dict(parent=scope, name=None)
             return _norm_class(layer)(**options)(*args, **kwargs)
-    with _flagged(layer.scope, settings):
+    with _flagged(scope, settings):
         return call(*args, **kwargs)
 
 
