@@ -151,6 +151,8 @@ def _read_array(info: Any, like: Any, sharding: jax.sharding.Sharding) -> jax.Ar
         raise ValueError(f"{info.name} is {found}, not {wanted}")
     like = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=sharding)
 
+    chunks: Any = store.chunk_layout.read_chunk.shape
+
     def read(bounds: Bounds, out: np.ndarray) -> None:
         out[...] = store[_index(bounds)].read().result()
 
@@ -158,7 +160,7 @@ def _read_array(info: Any, like: Any, sharding: jax.sharding.Sharding) -> jax.Ar
         if not bounds:
             yield 0, 1, functools.partial(read, bounds)
             return
-        (start, stop), size = bounds[0], store.chunk_layout.read_chunk.shape[0]
+        (start, stop), size = bounds[0], chunks[0]
         first = start
         while first < stop:
             last = min(first - first % size + size, stop)
