@@ -111,7 +111,7 @@ def test_combined_options(form, name):
         np.testing.assert_array_equal(state.others["e"], others()["e"])
 
 
-@pytest.mark.parametrize("name", OF_STACKS)
+@pytest.mark.parametrize("name", sorted(OF_STACKS))
 def test_a_list_has_no_options_of_stacks(name):
     functions = make_functions("list")
     with pytest.raises(ValueError, match=rf"`{name}` .=1. must be None for a list of layers"):
