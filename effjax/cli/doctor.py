@@ -22,7 +22,7 @@ def examine() -> dict[str, Any]:
     plugins = {name: v for name in PLUGINS if (v := _version(name))}
     extras = missing_by_extra()
     on_gpu = any(device["platform"] == "gpu" for device in devices)
-    advice = [] if on_gpu else _advise_on_gpus(list(plugins), extras)
+    advice = _advise_on_sums() if on_gpu else _advise_on_gpus(list(plugins), extras)
     advice += [
         f"to install {extra} (missing: {', '.join(missing)}): {install_command(extra)}"
         for extra, missing in extras.items()
@@ -43,6 +43,12 @@ def examine() -> dict[str, Any]:
         },
         "advice": advice,
     }
+
+
+def _advise_on_sums() -> list[str]:
+    from ..native import defaults
+
+    return [text] if (text := defaults.describe_slow_sums()) else []
 
 
 def format_lines(report: dict[str, Any]) -> list[str]:

@@ -11,8 +11,10 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -29,6 +31,12 @@ VARIABLE = "EFFJAX_CUDA"
 _VALUES: dict[str, Choice] = {"on": "cuda", "off": "xla", "validated": "validated"}
 _FORMAT = 1  # of the files
 _logger = logging.getLogger("effjax.native")
+
+
+# The first jaxlib that adds float32 numbers in memory by an instruction of the GPU. Before, a loop
+# of compare-and-swap tries again as long as another thread writes to the same place
+# (openxla/xla#46225: up to 450 times slower).
+_ATOMIC_SUMS = (0, 11, 1)
 
 
 class Key(NamedTuple):
@@ -57,6 +65,29 @@ def uses_cuda(kernel: str, dtype: Any) -> bool:
     if choice == "validated":
         return _outcomes_here().get(kernel, {}).get(str(jax.numpy.dtype(dtype))) == "faster"
     return choice == "cuda"
+
+
+def describe_slow_sums() -> str | None:
+    """Return what slows the gradients of plain XLA on the GPUs of this process, and what to do."""
+    version = metadata.version("jaxlib")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if numbers >= _ATOMIC_SUMS or jax.default_backend() != "gpu":
+        return None
+    old = any(float(device.compute_capability) < 9 for device in jax.local_devices())
+    loop = f"a loop of compare-and-swap{'' if old else ' for some shapes'}"
+    return (
+        f"jaxlib {version} adds the gradients of sampled images, and of embeddings, in {loop}, "
+        "which is slow where positions collide. Use jaxlib 0.11.1 or newer (Python 3.12), the CUDA "
+        "kernels (effjax doctor --gpu), or "
+        "XLA_FLAGS=--xla_backend_extra_options=-nvptx-allow-ftz-atomics."
+    )
+
+
+@functools.cache
+def warn_of_slow_sums() -> None:
+    """Log `describe_slow_sums` once."""
+    if text := describe_slow_sums():
+        _logger.warning(text)
 
 
 def read_variable() -> str:

@@ -236,3 +236,46 @@ def test_key_of_a_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 12080, 0, 0))
     assert defaults.find_key("cuda") is None
     assert isinstance(defaults._driver_version(), str)
+
+
+@pytest.mark.parametrize(
+    ("jaxlib", "capability", "told"),
+    [
+        ("0.10.2", "8.0", "compare-and-swap, which"),
+        ("0.11.0", "9.0", "compare-and-swap for some shapes, which"),
+        ("0.11.1", "8.0", None),
+        ("0.12.0.1", "8.9", None),
+    ],
+)
+def test_slow_sums_on_gpus(monkeypatch, jaxlib, capability, told):
+    device = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(defaults.metadata, "version", lambda name: jaxlib)
+    assert defaults.describe_slow_sums() is None  # on a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    text = defaults.describe_slow_sums()
+    assert text is None if told is None else told in text and f"jaxlib {jaxlib}" in text
+
+
+def test_slow_sums_are_logged_once(monkeypatch, caplog):
+    """Where plain XLA runs on a GPU, and not where the CUDA kernels do."""
+    monkeypatch.setattr(defaults, "describe_slow_sums", lambda: "slow sums")
+    monkeypatch.setattr(native, "is_available", lambda platform: True)
+    defaults.warn_of_slow_sums.cache_clear()
+    arguments = jnp.ones((1, 8, 8, 4)), jnp.ones((1, 2, 4))
+
+    def trace(implementation):
+        pool = lambda x, boxes: effjax.roi_align(  # noqa: E731
+            x, boxes, output_size=2, implementation=implementation
+        )
+        jax.make_jaxpr(pool)(*arguments)
+
+    with trace_for_platform("cpu"):
+        trace("xla")
+    with trace_for_platform("cuda"):
+        trace("native")
+        assert not caplog.records
+        trace("xla")
+        trace(None)
+    assert [record.getMessage() for record in caplog.records].count("slow sums") == 1
+    defaults.warn_of_slow_sums.cache_clear()

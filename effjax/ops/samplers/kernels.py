@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ... import native
-from ...native.defaults import uses_cuda
+from ...native.defaults import uses_cuda, warn_of_slow_sums
 from .._common.arguments import as_bool, check_choice
 from .._common.platform import traced_platform
 
@@ -85,6 +85,8 @@ def choose(
         if uses_cuda(f"{kernel}_deterministic" if deterministic else kernel, dtype):
             platforms = (*platforms, "cuda")
     platforms = tuple(p for p in platforms if p in available)
+    if traced_platform() == "cuda" and "cuda" not in platforms:
+        warn_of_slow_sums()
     return Choice(operator, implementation, platforms, deterministic)
 
 
