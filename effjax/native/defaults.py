@@ -67,6 +67,11 @@ def uses_cuda(kernel: str, dtype: Any) -> bool:
     return choice == "cuda"
 
 
+def is_wrong(kernel: str, dtype: Any) -> bool:
+    """Return True if a kernel was found to be wrong on the GPUs of this process."""
+    return _outcomes_here().get(kernel, {}).get(str(jax.numpy.dtype(dtype))) == "wrong"
+
+
 def describe_slow_sums() -> str | None:
     """Return what slows the gradients of plain XLA on the GPUs of this process, and what to do."""
     version = metadata.version("jaxlib")

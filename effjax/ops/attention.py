@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..native.defaults import is_wrong
 from ._common.arguments import as_array, as_bool, as_integer, as_number, check_choice
 from ._common.derivatives import forbid_forward_mode
 from ._common.dtypes import accumulation_dtype
@@ -170,7 +171,9 @@ def _select(options: _Options, q, k, v, segment_ids) -> str:
     if traced_platform() == "cuda" and q.dtype.itemsize == 2:
         n, t = known_sizes(*q.shape[:2])
         fits = segment_ids is None or n * t**2 * q.dtype.itemsize <= MASK_BYTES
-        return "cudnn" if fits and _can_trace(_attend_cudnn, *args) else "xla"
+        if fits and not is_wrong("dot_product_attention", q.dtype):
+            return "cudnn" if _can_trace(_attend_cudnn, *args) else "xla"
+        return "xla"
     if traced_platform() == "tpu" and not _unsupported_by_splash(q):
         # On one TPU, or inside shard_map over all axes. Elsewhere jit might have to partition the
         # kernel, which it cannot.

@@ -1,4 +1,4 @@
-"""The native kernels with the calls that validate them."""
+"""The kernels with the calls that validate them: those of effjax, and cuDNN's attention."""
 
 import functools
 import math
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ..ops.attention import dot_product_attention
 from ..ops.samplers.deform_attention.api import ms_deform_attn
 from ..ops.samplers.deform_conv.api import deform_conv2d
 from ..ops.samplers.roi.api import deform_roi_pool, roi_align
@@ -41,7 +42,7 @@ MakeCall = Callable[[str], Call | str]
 
 
 class Kernel(NamedTuple):
-    """A native kernel.
+    """A kernel.
 
     Attributes:
         name: its name in verdicts.
@@ -49,6 +50,7 @@ class Kernel(NamedTuple):
         timed: a call of a usual size.
         is_deterministic: True if gradients are bitwise reproducible. Results always are.
         candidate: returns the function to validate, given the `apply` of a call.
+        dtypes: those that it supports.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Kernel(NamedTuple):
     candidate: Callable[[Callable], Callable] = lambda apply: functools.partial(
         apply, implementation="native"
     )
+    dtypes: tuple[str, ...] = DTYPES
 
 
 def positions_dtype(dtype: str) -> str:
@@ -322,6 +325,54 @@ def _attention_cases(**fixed: Any) -> dict[str, MakeCall]:
     }
 
 
+def make_dot_product_attention(
+    dtype: str, *, batch: int = 2, length: int = 64, heads: int = 4, kv_heads: int = 2,
+    size: int = 64, segments: tuple[int, ...] | None = None, **options: Any,
+) -> Call:  # fmt: skip
+    """Return attention of random arrays; "native" is cuDNN on a GPU.
+
+    Args:
+        dtype: of the arrays.
+        batch: rows.
+        length: tokens of a row.
+        heads: heads of queries.
+        kv_heads: heads of keys and values.
+        size: channels of a head.
+        segments: lengths of the sequences of each row, behind which is padding.
+        **options: of `effjax.dot_product_attention`.
+    """
+    rng = np.random.default_rng(0)
+    shapes = [(batch, length, n, size) for n in (heads, kv_heads, kv_heads)]
+    q, k, v = as_arrays(dtype, *(rng.normal(size=shape) for shape in shapes))
+    if segments is not None:
+        row = np.repeat(np.arange(1, len(segments) + 1), segments)
+        row = np.pad(row, (0, length - len(row)))
+        options["segment_ids"] = np.tile(row.astype(np.int32), (batch, 1))
+
+    def apply(q, k, v, *, implementation):
+        if implementation == "native":
+            implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        return dot_product_attention(q, k, v, implementation=implementation, **options)
+
+    return Call(apply, (q, k, v), ("q", "k", "v"))
+
+
+def _dot_product_attention_cases() -> dict[str, MakeCall]:
+    make = make_dot_product_attention
+    of = functools.partial
+    return {
+        "plain": make,
+        "packed rows": of(make, segments=(20, 9, 30)),
+        "window": of(make, window=10),
+        "packed rows, window": of(make, segments=(20, 40), window=10),
+        "not causal": of(make, causal=False),
+        "one head": of(make, heads=1, kv_heads=1),
+        "many heads": of(make, length=256, heads=32, kv_heads=8, size=128, segments=(100, 156)),
+        "long rows": of(make, batch=1, length=2048, heads=2, kv_heads=1, segments=(1500, 500)),
+        "several devices": shard_images(make),
+    }
+
+
 def _both_modes(
     name: str, cases: Callable[..., dict[str, MakeCall]], timed: Callable[..., Call]
 ) -> dict[str, Kernel]:
@@ -352,5 +403,14 @@ KERNELS = {
             make_attention, shapes=((64, 64), (32, 32), (16, 16), (8, 8)), queries=900, heads=8,
             c=32,
         ),
+    ),
+    "dot_product_attention": Kernel(
+        "dot_product_attention",
+        _dot_product_attention_cases(),
+        functools.partial(
+            make_dot_product_attention, batch=1, length=2048, heads=32, kv_heads=8, size=128,
+            segments=(1200, 800),
+        ),
+        dtypes=("bfloat16", "float16"),
     ),
 }  # fmt: skip

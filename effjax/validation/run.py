@@ -148,7 +148,12 @@ def validate(
         "python": machine.python_version(),
         "platform": machine.platform(),
         "packages": {name: v for name in ("effjax", *PACKAGES) if (v := _version(name))},
-        "kernels": [_new_row(kernel, dtype) for kernel in kernels for dtype in dtypes],
+        "kernels": [
+            _new_row(kernel, dtype)
+            for kernel in kernels
+            for dtype in dtypes
+            if kernel not in KERNELS or dtype in KERNELS[kernel].dtypes
+        ],
     }
     options = {"platform": platform, "table": table, "cases": cases, "repeats": repeats}
     todo = list(report["kernels"])

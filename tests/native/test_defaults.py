@@ -12,6 +12,8 @@ import pytest
 
 import effjax
 from effjax import native
+from effjax.memory.compiler._device_queries_shim import answer_queries
+from effjax.memory.devices import find_target
 from effjax.native import defaults
 from effjax.native.defaults import Key
 from effjax.ops._common.platform import trace_for_platform
@@ -236,6 +238,18 @@ def test_key_of_a_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 12080, 0, 0))
     assert defaults.find_key("cuda") is None
     assert isinstance(defaults._driver_version(), str)
+
+
+@pytest.mark.parametrize("outcome", ["faster", "slower", "wrong"])
+def test_attention_of_cudnn_unless_it_is_wrong_here(outcome):
+    """It is the default without a verdict too, because it is not a kernel of effjax."""
+    defaults.write_verdict(KEY, {"dot_product_attention": {"bfloat16": outcome}})
+    q = jax.ShapeDtypeStruct((2, 128, 2, 64), "bfloat16")
+    gpu = find_target("h100")
+    with answer_queries(gpu), trace_for_platform("cuda"):
+        program = str(jax.make_jaxpr(lambda *a: effjax.dot_product_attention(*a))(q, q, q))
+    assert ("dot_product_attention_fwd" in program) == (outcome != "wrong")
+    assert ("scan" in program) == (outcome == "wrong")
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,7 @@ def test_errors_of_a_case(name, repeats, x64):
         ("roi_pool_deterministic", "float16", ["NaN and infinite offsets", "vmap"]),
         ("ms_deform_attn", "bfloat16", ["slices", "no queries"]),
         ("ms_deform_attn_deterministic", "float64", ["plain"]),
+        ("dot_product_attention", "bfloat16", ["packed rows", "window", "several devices"]),
     ],
 )
 def test_kernels_of_the_cpu(name, dtype, cases):
@@ -284,7 +285,9 @@ def test_kernels_of_the_cpu(name, dtype, cases):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["deform_conv2d", "roi_pool", "ms_deform_attn"])
+@pytest.mark.parametrize(
+    "name", ["deform_conv2d", "roi_pool", "ms_deform_attn", "dot_product_attention"]
+)
 def test_all_cases_can_be_traced(name, x64):
     for make in kernels.KERNELS[name].cases.values():
         call = make("float32")
