@@ -32,7 +32,6 @@ _VALUES: dict[str, Choice] = {"on": "cuda", "off": "xla", "validated": "validate
 _FORMAT = 1  # of the files
 _logger = logging.getLogger("effjax.native")
 
-
 # The first jaxlib that adds float32 numbers in memory by an instruction of the GPU. Before, a loop
 # of compare-and-swap tries again as long as another thread writes to the same place
 # (openxla/xla#46225: up to 450 times slower).

@@ -78,7 +78,7 @@ def linear_cross_entropy(
     vocab_axis = 0 if transposed else 1
     vocab_size, width = kernel.shape[vocab_axis], x.shape[-1]
     if chunk_size is None:
-        chunk_size = _default_chunk(labels.size, width)
+        chunk_size = _default_chunk(math.prod(known_sizes(*labels.shape)), width)
     static = _Static(
         min(as_integer("chunk_size", chunk_size, 1), vocab_size),
         as_number("label_smoothing", label_smoothing, lambda a: 0 <= a <= 1, "in [0, 1]"),
@@ -206,7 +206,7 @@ def _write_slice(gradient: jax.Array, part: jax.Array, start, axis: int) -> jax.
 
 
 def _default_chunk(num_tokens: int, width: int) -> int:
-    tiles = SLICE_BYTES // (4 * TILE * max(*known_sizes(num_tokens), 1))
+    tiles = SLICE_BYTES // (4 * TILE * max(num_tokens, 1))
     return max(tiles * TILE, width, 1)
 
 

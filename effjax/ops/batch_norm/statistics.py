@@ -192,7 +192,8 @@ def find_blocks(x: jax.Array, axes: tuple[int, ...]) -> tuple[int, int]:
     mesh = jax.typeof(x).sharding.mesh
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     free = [mesh.shape[name] for name, kind in kinds if kind != AxisType.Manual]
-    return math.gcd(math.prod(free), *known_sizes(x.shape[axes[0]])), axes[0]
+    (size,) = known_sizes(x.shape[axes[0]])
+    return math.gcd(math.prod(free), size), axes[0]
 
 
 def split_blocks(v: jax.Array, blocks: int, axis: int) -> jax.Array:
