@@ -374,6 +374,7 @@ def test_compiled_programs_and_their_cache(tmp_path, monkeypatch):
 
     # All programs come from the cache now. No compiler would start.
     monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setenv("EFFJAX_TEST", "1")  # starts another server
     assert search(budget) == found
     for other in (dict(layers=9), dict(target="h100")):
         with pytest.raises(PlanError, match="exit code 1"):

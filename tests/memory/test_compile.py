@@ -1,4 +1,4 @@
-"""The compiler process: it leaves the caller's process unchanged, and ends with it."""
+"""Compiler processes: they leave the caller's process unchanged, and end with it."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from effjax.memory import plan
-from effjax.memory.compiler import _compiler_shim, _source_info_shim
+from effjax.memory.compiler import _compiler_shim, _source_info_shim, process
 from tests.programs import needs_gpu_compiler
 
 KEEPS_BACKEND = """
@@ -77,13 +77,35 @@ def test_exits_when_the_pipe_closes(tmp_path):
 def test_killed_process_leaves_nothing(tmp_path):
     env = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", PLANS], env=env) as parent:
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
         wait_until(lambda: list(tmp_path.glob("effjax-plan-*/dump/*")))
-        (child,) = [int(pid) for pid in children.read_text().split()]
+        processes = descendants(parent.pid)
+        assert len(processes) == 3  # the server, the compiler, and what waits for it
         parent.kill()
         assert parent.wait(20) == -signal.SIGKILL
-    wait_until(lambda: not Path(f"/proc/{child}").exists())
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
     wait_until(lambda: not any(tmp_path.glob("effjax-plan-*")))
+
+
+def descendants(pid):
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [*children, *(process for child in children for process in descendants(child))]
+
+
+@needs_gpu_compiler
+def test_one_server_for_plans_of_an_environment(monkeypatch):
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    plan(jnp.sin, x)
+    first = process._servers["cuda"].process
+    plan(jnp.cos, x)
+    assert process._servers["cuda"].process is first and first.poll() is None
+    monkeypatch.setenv("EFFJAX_TEST", "1")
+    plan(jnp.sin, x)
+    second = process._servers["cuda"].process
+    assert second is not first
+    wait_until(lambda: first.poll() == 0)
+    second.kill()  # as the system does when memory is short
+    second.wait()
+    plan(jnp.sin, x)
 
 
 def wait_until(condition):

@@ -276,6 +276,7 @@ def test_compiler_error():
 
 def test_compiler_that_dies(monkeypatch):
     monkeypatch.setattr(process.sys, "executable", "/bin/false")
+    monkeypatch.setenv("EFFJAX_TEST", "1")  # starts another server
     with pytest.raises(PlanError, match="ended with exit code 1: no message"):
         plan(jnp.sin, f32(8))
 

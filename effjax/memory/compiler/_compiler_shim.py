@@ -1,24 +1,30 @@
-"""Compiler process: compile a StableHLO module for a GPU or TPU that is not attached.
+"""Compiler process: compile StableHLO modules for GPUs or TPUs that are not attached.
 
-Usage: `python -m effjax.memory.compiler._compiler_shim FOLDER`. The folder holds `module.mlirbc`,
-`target.txtpb` and `request.json`. It receives `result.json` (bytes by kind, the message of a
-compiler that refuses a program that does not fit, or another error), `program.hlo` and XLA's dump
-of the buffer assignment.
+`python -m effjax.memory.compiler._compiler_shim FD` serves requests from the Unix socket FD until
+its other end closes. A request is the path of a folder and two pipes. The folder holds
+`module.mlirbc`, `target.txtpb` and `request.json`. It receives `result.json` (bytes by kind, the
+message of a compiler that refuses a program that does not fit, or another error), `program.hlo`,
+XLA's dump of the buffer assignment, and `stderr`. When the first pipe closes, the folder is deleted
+and the compilation ends. The exit code is written to the second.
 
-A separate process keeps the caller's backends unchanged and survives a compiler that aborts. The
-search path of this process starts with the directory of the compiler. Standard input is a pipe held
-open by the caller; when it closes, the folder is deleted and the process ends. Uses private JAX
-modules. Tested with jax 0.10.2, 0.11.2 and 0.12.0.1.
+Separate processes keep the caller's backends unchanged and survive a compiler that aborts. The
+server imports JAX, which takes a second, and forks a process for each request. The search path
+starts with the directory of the compiler. Uses private JAX modules. Tested with jax 0.10.2, 0.11.2
+and 0.12.0.1.
 """
 
+import contextlib
 import importlib
 import json
 import os
 import shutil
+import signal
+import socket
 import sys
 import threading
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from jax._src import compiler, xla_bridge
@@ -34,7 +40,6 @@ KINDS = ("argument", "output", "temp", "alias", "generated_code")
 
 def compile_in(folder: Path) -> dict[str, Any]:
     """Compile the folder's module and return bytes by kind on device and host."""
-    status()  # registers effjax's custom calls, which the compiler looks up
     request = json.loads((folder / "request.json").read_text())
     count = request["num_devices"]
     devices = _describe_devices(request, folder / "target.txtpb")[:count]
@@ -105,15 +110,50 @@ def exit_when_closed(descriptor: int, folder: Path) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def main(folder: Path) -> None:
-    """Compile and write `result.json`."""
-    exit_when_closed(0, folder)
+def compile_and_exit(folder: Path, pipe: int) -> NoReturn:
+    """Compile, write `result.json`, and end this process."""
+    code = 1
     try:
-        result = compile_in(folder)
-    except Exception as error:  # reported by the caller
-        result = {"error": f"{error}"}
-    (folder / "result.json").write_text(json.dumps(result))
+        exit_when_closed(pipe, folder)
+        stderr = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT)
+        os.dup2(stderr, 2)
+        try:
+            result = compile_in(folder)
+        except Exception as error:  # reported by the caller
+            result = {"error": f"{error}"}
+        (folder / "result.json").write_text(json.dumps(result))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def serve(requests: socket.socket) -> None:
+    """Compile in a process for each request, several at a time."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who closes the pipe
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes that wait leave no zombies
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, 65536, 2)
+        if not message:
+            return
+        if os.fork():
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
+        # This process waits for the compiler, which may abort, and reports how it ended.
+        requests.close()
+        pipe, done = descriptors
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if not (process := os.fork()):
+            os.close(done)
+            compile_and_exit(Path(message.decode()), pipe)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])  # negative: a signal
+        with contextlib.suppress(BrokenPipeError):
+            os.write(done, str(code).encode())
+        os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    status()  # registers effjax's custom calls, which the compiler looks up
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,11 +1,14 @@
-"""Compilation for a GPU or TPU that is not attached, in a separate process."""
+"""Compilation for a GPU or TPU that is not attached, in separate processes."""
 
+import atexit
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -71,18 +74,13 @@ def compile_for(
             module.operation.write_bytecode(file)
         (folder / "target.txtpb").write_text(target.config)
         (folder / "request.json").write_text(json.dumps(request))
-        process = subprocess.run(
-            [sys.executable, "-P", "-m", f"{__package__}._compiler_shim", name],
-            env=_environment(target), stdin=pipe, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, errors="replace", check=False,
-        )  # fmt: skip
-        result_file = folder / "result.json"
-        if process.returncode or not result_file.exists():
+        code, message = _run(folder, target, pipe)
+        if code:
             raise PlanError(
-                f"the compiler for {target.description} ended with exit code {process.returncode}: "
-                f"{process.stderr[-4000:].strip() or 'no message'}"
+                f"the compiler for {target.description} ended with exit code {code}: "
+                f"{message[-4000:].strip() or 'no message'}"
             )
-        result = json.loads(result_file.read_text())
+        result = json.loads((folder / "result.json").read_text())
         if "custom_partitioner" in result.get("error", ""):
             raise PlanError(SPLITS_ITSELF)
         if any(text in result.get("error", "") for text in _DAMAGED):
@@ -103,6 +101,67 @@ def compile_for(
             live_ranges=_read_dump(folder, "live-range"),
             refusal=result.get("refusal", ""),
         )
+
+
+class _Server(NamedTuple):
+    """A process that compiles in children of its own."""
+
+    environment: dict[str, str]
+    process: subprocess.Popen
+    requests: socket.socket
+
+    def close(self) -> None:
+        """End the server; its running compilations go on."""
+        self.requests.close()
+        self.process.wait()
+
+
+_servers: dict[str, _Server] = {}  # by platform
+_lock = threading.Lock()
+
+
+@atexit.register
+def _close_servers() -> None:
+    for server in _servers.values():
+        server.close()
+
+
+def _run(folder: Path, target: Target, pipe: IO[bytes]) -> tuple[int, str]:
+    """Compile the module in a folder; return the compiler's exit code and what it printed."""
+    read_end, write_end = os.pipe()
+    log = folder / "stderr"
+    with open(read_end, "rb") as done:
+        with _lock:
+            server = _find_server(target, log)
+            with open(write_end, "wb"), contextlib.suppress(BrokenPipeError):
+                message, pipes = str(folder).encode(), [pipe.fileno(), write_end]
+                socket.send_fds(server.requests, [message], pipes)
+        reply = done.read()
+    # Without a reply, the server could not start, or it was killed.
+    code = int(reply) if reply else server.process.wait()
+    return code, log.read_text(errors="replace") if log.exists() else ""
+
+
+def _find_server(target: Target, log: Path) -> _Server:
+    """Return the running server for the target and the current environment, or start one.
+
+    A server that is started writes its errors to `log`.
+    """
+    environment = _environment(target)
+    server = _servers.get(target.platform)
+    if server is not None:
+        if server.environment == environment and server.process.poll() is None:
+            return server
+        server.close()
+    requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, open(log, "wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", f"{__package__}._compiler_shim", str(theirs.fileno())],
+            env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+            pass_fds=[theirs.fileno()],
+        )  # fmt: skip
+    _servers[target.platform] = _Server(environment, process, requests)
+    return _servers[target.platform]
 
 
 @contextlib.contextmanager
