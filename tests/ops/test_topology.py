@@ -101,8 +101,11 @@ def run(program, *options):
 
 
 @needs_tpu_compiler
-@vary("mesh_axes", ["Auto", "Explicit", None])
-@vary("names", [NAMES[:1], NAMES[1:]], ids=["deform_conv2d", "others"])
+@vary(
+    ("names", "mesh_axes"),
+    [(NAMES[:1], "Auto"), (NAMES[1:], "Auto"), (NAMES[:1], "Explicit"), (NAMES[:1], None)],
+    ids=["deform_conv2d", "others", "Explicit", "no mesh"],
+)
 def test_gradients_compile_for_four_chips(names, mesh_axes):
     """Operators follow the mesh, or `trace_for_platform`, and not the default backend."""
     run(GRADIENTS, names, mesh_axes)

@@ -117,7 +117,6 @@ def test_stack_is_in_host_memory():
 
 
 WORKSPACE = 256 * 2**20  # the default of `workspace_bytes`; RoI pooling has no such argument
-DETECTOR_LEVELS = (100, 134), (13, 17)
 
 
 def convolve(x, offset, kernel, mask):
@@ -136,11 +135,6 @@ DETECTOR = {
         convolve,
         [(2, 40, 80, 16), (2, 40, 80, 144), (3, 3, 16, 16), (2, 40, 80, 72)],
         4,
-    ),
-    "attention": (
-        functools.partial(deform_attention, levels=DETECTOR_LEVELS),
-        [(1, 13_621, 8, 32), (1, 44_446, 8, 2, 4, 2), (1, 44_446, 8, 2, 4)],
-        3,
     ),
     "attention, many heads": (
         functools.partial(deform_attention, levels=((100, 134),)),

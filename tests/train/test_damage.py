@@ -150,7 +150,7 @@ def resume(stopped, damage, path) -> str:
     return "fell back" if progress.texts else "unharmed"
 
 
-@vary("sample", [10, 60])
+@vary("sample", [10, 40])
 def test_damage_is_refused_or_repaired(tmp_path, stopped, sample, monkeypatch, capfd, caplog):
     monkeypatch.setattr(RunDirectory, "draw", lambda *_: None)  # most of the time
     trials = list(damages(stopped[1], flips=3))
