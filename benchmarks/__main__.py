@@ -33,6 +33,7 @@ SUBJECTS = {
     "deform-conv": "deformable convolution, torchvision and plain XLA: time",
     "deform-attention": "deformable attention and a packed gather: time and planned memory",
     "roi": "roi_align over a feature pyramid and torchvision's: time",
+    "gpu-sampling": "modelled time of the samplers on a GPU, CUDA kernels and plain XLA",
     "offload": "a language model in memory, recomputed and offloaded: time and planned memory",
     "offload-peers": "planned memory of offloading, JAX's policies and MaxText's way",
     "overlap": "modelled time of an offloaded layer and the best that its copies allow",

@@ -189,6 +189,21 @@ def roi() -> Iterator[Cells]:
         yield [{2: "2", 0: "one per pixel"}[ratio], str(threads), *times, " / ".join(faster)]
 
 
+def gpu_sampling() -> Iterator[Cells]:
+    programs = "plain XLA", "effjax xla", "effjax native"
+    yield ["", "plain XLA", *map(show, programs[1:]), '`"xla"` / native']
+    for operator, rows in grouped("planned/gpu_sampling_h100.json", "of").items():
+        times: dict[str, list[float]] = {}
+        for row in rows:
+            name = programs[0] if row["name"] == "packed gather" else row["name"]
+            times.setdefault(name, []).append(row["step_seconds"])
+        # Slashes separate forward, and forward and backward.
+        cells = (" / ".join(f"{1e6 * t:.0f}" for t in times.get(name, ())) for name in programs)
+        xla, native = (times[name] for name in programs[1:])
+        faster = (f"{a / b:.1f}×" for a, b in zip(xla, native, strict=True))
+        yield [operator.replace("x", " × "), *cells, " / ".join(faster)]
+
+
 def sass() -> Iterator[Cells]:
     yield ["kernel", "instructions", "budget", "loads in flight", "registers"]
     for name, row in by_name("planned/cuda_sass.json").items():
@@ -382,9 +397,9 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
         function.__name__: function
         for function in (
             peak_by_depth, kept_by_depth, dense_block, densenet, batch_norm, batch_norm_layers,
-            cross_entropy, deform_conv, deform_attention, roi, sass, offload_by_depth, fused_update,
-            offload_peers, offload_gh200, offload_largest, language_model, host_bytes, overlap,
-            resnet, optimizer_losses, optimizer_memory, fit, tpu_memory, tpu_traffic,
+            cross_entropy, deform_conv, deform_attention, roi, gpu_sampling, sass, offload_by_depth,
+            fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
+            overlap, resnet, optimizer_losses, optimizer_memory, fit, tpu_memory, tpu_traffic,
             tpu_all_reduces,
         )
     },

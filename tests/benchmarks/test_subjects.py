@@ -23,6 +23,7 @@ from benchmarks import (
     densenet,
     depth,
     fit,
+    gpu_sampling,
     import_time,
     language_model,
     offload,
@@ -166,6 +167,18 @@ def test_planned_depths():
     assert [(row["name"], row["layers"]) for row in growth.rows] == [(name, 1), (name, 2)]
     assert all(row["peak_bytes"] > row["temp_bytes"] > 0 for row in growth.rows)
     assert growth.rows[-1]["exponent"] > 0
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+@pytest.mark.skipif(not is_available("cuda"), reason="built without CUDA kernels")
+def test_modelled_time_of_samplers():
+    steps = gpu_sampling.make_steps("small")
+    name = next(name for name in steps if "4 groups" in name)
+    (result,) = gpu_sampling.plan_samplers({name: steps[name]})
+    seconds = {(row["name"], row["passes"]): row["step_seconds"] for row in result.rows}
+    assert 0 < seconds["effjax native", "forward"] < seconds["effjax native", "forward+backward"]
+    assert not any("unknown_kernels" in row for row in result.rows)
 
 
 @pytest.mark.exhaustive

@@ -226,7 +226,7 @@ def aggregate(x, offset, mask, **options):
 
 
 def pool(x, offset, boxes, **options):
-    return effjax.deform_roi_pool(x, boxes, offset, output_size=2, **options)
+    return effjax.deform_roi_pool(x, boxes, offset, output_size=2, sampling_ratio=2, **options)
 
 
 def shape(*sizes, dtype="float32"):
@@ -274,6 +274,7 @@ def test_programs_compile_for_a_gpu(function, deterministic):
     planned = plan(jax.grad(loss, range(differentiated)), *args)
     calls = set(re.findall(r'custom_call_target="effjax_(\w+)"', planned.hlo))
     assert calls == (in_order if deterministic else atomic)
+    assert planned.step_time.flops["f32_highest"] and not planned.step_time.unknown_kernels
     sorted_arrays = [operands.count("%") for operands in re.findall(r" sort\((.*?)\)", planned.hlo)]
     assert set(sorted_arrays) == ({2} if deterministic and function is not pool else set())
     if function is attend:

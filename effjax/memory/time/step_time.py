@@ -24,7 +24,8 @@ class StepTime:
 
     Attributes:
         rates: the peak rates.
-        flops: FLOPs of matrix products, convolutions and attention kernels, by dtype as in `Rates`.
+        flops: FLOPs of matrix products, convolutions, attention kernels and effjax's native
+            kernels, by dtype as in `Rates`.
         memory_bytes: bytes that kernels read and write in device memory.
         to_device_bytes: bytes copied from the host.
         to_host_bytes: bytes copied to the host.

@@ -42,7 +42,8 @@ class Work(NamedTuple):
     """Work of one execution of an instruction.
 
     Attributes:
-        flops: FLOPs of matrix products and convolutions, by dtype.
+        flops: FLOPs of matrix products and convolutions, and those that a custom call states, by
+            dtype.
         memory_bytes: bytes of device memory that it reads and writes.
         unknown: the name of a kernel with unknown FLOPs, or "".
     """
@@ -113,6 +114,9 @@ class WorkCounter:
         shapes = [_Shape.parse(a) for a in self.module.operand_arrays(instruction)]
         out = _Shape.parse(arrays(instruction.shape)[0]) if "[" in instruction.shape else None
         if opcode == "custom-call":
+            if (stated := _stated(instruction, "flops")) is not None:
+                wide = any(shape.dtype == "f64" for shape in shapes)
+                return Counter({"f64" if wide else "f32_highest": stated}), ""
             return _custom_call_flops(_target(text), text, shapes, out)
         assert out is not None
         if opcode == "convolution":
@@ -138,6 +142,8 @@ class WorkCounter:
             return 0
         if kind == "custom-call" and _NO_WORK.search(_target(instruction.attributes)):
             return 0
+        if (stated := _stated(instruction, "memory_bytes")) is not None:
+            return stated
         return self._written(instruction) + sum(
             self._read(instruction, position) for position in range(len(operand_names(instruction)))
         )
@@ -246,6 +252,19 @@ def _target(attributes: str) -> str:
     """Return the target of a custom call."""
     target = re.search(r'custom_call_target="([^"]*)"', attributes)
     return target[1] if target else ""
+
+
+def _stated(instruction: Instruction, quantity: Literal["flops", "memory_bytes"]) -> int | None:
+    """Return the work that a custom call states in its frontend attributes, or None.
+
+    `jax.experimental.xla_metadata.set_xla_metadata(flops=…, memory_bytes=…)` around a call sets
+    them. The FLOPs are those of vector units, in float32 or, with operands of float64, in float64.
+    """
+    if instruction.opcode != "custom-call":
+        return None
+    attributes = _braces(instruction.attributes, "frontend_attributes=")
+    stated = re.search(rf'\b{quantity}="(\d+)"', attributes)
+    return int(stated[1]) if stated else None
 
 
 def _device_bytes(shape: str) -> int:

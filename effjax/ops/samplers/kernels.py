@@ -2,14 +2,20 @@
 
 Each operator has one table: for each implementation, the functions of its forward and its backward
 pass. Its keys are "xla", which all platforms have, and "cpu", "cuda" and "cuda, deterministic".
+
+Each call of a native kernel states its work, which the planner reads (`effjax.memory`). It counts
+as the planner counts XLA's kernels: an array once, also if it is sampled, because caches serve the
+pixels that samples share; and the numbers that threads add to one array as written, each by itself.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -135,6 +141,51 @@ def result_type(x: jax.Array, shape: tuple[int, ...] | None = None, dtype: Any =
         sharding=None if mesh.empty else NamedSharding(mesh, PartitionSpec()),
         manual_axis_type=kind.manual_axis_type,
     )
+
+
+# A bilinear sample of a channel is a sum of four products; its gradient has four products with the
+# pixels, and four with the weights that are added to them.
+SAMPLE_FLOPS = 8
+
+
+def count_bytes(*arrays: Any) -> int:
+    """Return the bytes of arrays, such as those that a kernel reads or writes once."""
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+
+
+def count_sampled_bytes(x: Any, samples: int) -> int:
+    """Return the bytes that a kernel reads of x, given the number of samples of a channel."""
+    pixels = 4 * samples * x.dtype.itemsize
+    # A symbolic size cannot be compared.
+    return min(count_bytes(x), pixels) if isinstance(pixels, int) else count_bytes(x)
+
+
+def call_native(
+    target: str,
+    results: Any,
+    args: Iterable[Any],
+    *,
+    flops: int | None,
+    memory_bytes: int,
+    aliases: Mapping[int, int] | None = None,
+    **attributes: Any,
+) -> Any:
+    """Call a native kernel, and state its work.
+
+    Args:
+        target: the name of the custom call.
+        results: their types.
+        args: the operands.
+        flops: of the kernel; None if they depend on the data.
+        memory_bytes: that it reads and writes.
+        aliases: the result that shares the buffer of an operand, by its position.
+        **attributes: of the custom call.
+    """
+    call = jax.ffi.ffi_call(target, results, input_output_aliases=dict(aliases or {}))
+    work = {"flops": flops, "memory_bytes": memory_bytes}
+    # Nothing is stated of arrays with symbolic sizes.
+    with set_xla_metadata(**{name: str(n) for name, n in work.items() if isinstance(n, int)}):
+        return call(*args, **attributes)
 
 
 def _select_by_platform(native: dict[str, Callable], default: Callable) -> Callable:

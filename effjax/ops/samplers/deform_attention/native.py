@@ -10,7 +10,7 @@ from jax import lax
 
 from ..._common.platform import known_sizes
 from ..._common.sharding import match_varying, zeros
-from ..kernels import result_type
+from ..kernels import SAMPLE_FLOPS, call_native, count_bytes, count_sampled_bytes, result_type
 from ..slices import split
 from . import reference
 from .reference import Levels
@@ -19,22 +19,45 @@ from .reference import Levels
 def attend(value, locations, weights, *, levels: Levels, workspace_bytes: int) -> jax.Array:
     """Implement `reference.attend`."""
     args = match_varying((value, locations, weights))
-    value, locations, _ = args
-    shape = (*locations.shape[:2], *value.shape[2:])
-    call = jax.ffi.ffi_call("effjax_ms_deform_attn", result_type(value, shape))
-    return call(*args, **_attributes(levels))
+    value, locations, weights = args
+    result = result_type(value, (*locations.shape[:2], *value.shape[2:]))
+    samples = _count_samples(value, weights)
+    return call_native(
+        "effjax_ms_deform_attn",
+        result,
+        args,
+        flops=SAMPLE_FLOPS * samples,
+        memory_bytes=count_sampled_bytes(value, samples) + count_bytes(locations, weights, result),
+        **_attributes(levels),
+    )
+
+
+def _count_samples(value, weights) -> int:
+    """Return the number of samples, times their channels."""
+    return math.prod(weights.shape) * value.shape[-1]
 
 
 def attend_backward(
     *args, levels: Levels, workspace_bytes: int, skip_dvalue: bool = False
 ) -> tuple:
     """Implement `reference.attend_backward`. With `skip_dvalue`, dvalue has size 0."""
-    value, locations, weights, _ = args = match_varying(args)
+    value, locations, weights, dy = args = match_varying(args)
     n, pixels, *head = value.shape
     dvalue = result_type(value, (n, 0 if skip_dvalue else pixels, *head), weights.dtype)
     results = dvalue, result_type(locations), result_type(weights)
-    call = jax.ffi.ffi_call("effjax_ms_deform_attn_backward", results)
-    return tuple(call(*args, **_attributes(levels)))
+    samples, added = _count_samples(value, weights), 0 if skip_dvalue else 4 * dvalue.dtype.itemsize
+    gradients = call_native(
+        "effjax_ms_deform_attn_backward",
+        results,
+        args,
+        flops=(1 if skip_dvalue else 2) * SAMPLE_FLOPS * samples,
+        # dvalue is set to zero first.
+        memory_bytes=count_sampled_bytes(value, samples)
+        + count_bytes(locations, weights, dy, *results)
+        + added * samples,
+        **_attributes(levels),
+    )
+    return tuple(gradients)
 
 
 # For each of a sample's four corners: its pixel, and two numbers before and after the sort.
@@ -75,11 +98,16 @@ def _add_sorted(dvalue, locations, weights, dy, levels: Levels) -> jax.Array:
     # The corners of a sample are different pixels, or count for nothing: an unstable sort of the
     # pairs is deterministic.
     destination, source = lax.sort((destination, source), num_keys=2, is_stable=False)
-    call = jax.ffi.ffi_call(
-        "effjax_ms_deform_attn_scatter_sorted", result_type(dvalue), input_output_aliases={5: 0}
-    )
     args = (locations, weights, dy, destination, source, dvalue)
-    return call(*match_varying(args), **_attributes(levels))
+    return call_native(
+        "effjax_ms_deform_attn_scatter_sorted",
+        result_type(dvalue),
+        match_varying(args),
+        flops=SAMPLE_FLOPS * _count_samples(dvalue, weights),
+        memory_bytes=count_bytes(*args, dvalue),
+        aliases={5: 0},
+        **_attributes(levels),
+    )
 
 
 def destinations(locations: jax.Array, levels: Levels) -> jax.Array:

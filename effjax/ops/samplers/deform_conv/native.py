@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from ..._common.sharding import match_varying
-from ..kernels import result_type
+from ..kernels import SAMPLE_FLOPS, call_native, count_bytes, count_sampled_bytes, result_type
 from . import reference
 from .chunks import Sampler
 from .reference import Geometry
@@ -28,22 +28,45 @@ def _as_attribute(geometry: Geometry) -> dict[str, np.int64]:
 def _columns(x, offset, mask, row, geometry: Geometry, rows: int) -> jax.Array:
     args = match_varying((x, offset, mask, row))
     shape = (x.shape[0], rows, offset.shape[2], geometry.taps * x.shape[-1])
-    call = jax.ffi.ffi_call("effjax_deform_columns", result_type(args[0], shape))
-    return call(*args, geometry=_as_attribute(geometry))
+    result = result_type(args[0], shape)
+    samples = math.prod(shape)
+    return call_native(
+        "effjax_deform_columns",
+        result,
+        args,
+        flops=SAMPLE_FLOPS * samples,
+        memory_bytes=count_sampled_bytes(x, samples)
+        + _row_bytes(rows, offset, mask)
+        + count_bytes(result),
+        geometry=_as_attribute(geometry),
+    )
 
 
 def _columns_backward(
     x, offset, mask, row, dcolumns, dx, doffset, dmask, geometry: Geometry, skip_dx: bool = False
 ) -> tuple:
     args = match_varying((x, offset, mask, row, dcolumns, dx, doffset, dmask))
-    call = jax.ffi.ffi_call(
+    samples, added = math.prod(dcolumns.shape), 0 if skip_dx else 4 * dx.dtype.itemsize
+    rows = _row_bytes(dcolumns.shape[1], offset, mask, doffset, dmask)
+    dx, doffset, dmask = call_native(
         "effjax_deform_columns_backward",
         tuple(map(result_type, args[5:])),
-        input_output_aliases={5: 0, 6: 1, 7: 2},  # dx, doffset and dmask are updated in place
+        args,
+        flops=(1 if skip_dx else 2) * SAMPLE_FLOPS * samples,
+        memory_bytes=count_sampled_bytes(x, samples)
+        + rows
+        + count_bytes(dcolumns)
+        + added * samples,
+        aliases={5: 0, 6: 1, 7: 2},  # dx, doffset and dmask are updated in place
+        geometry=_as_attribute(geometry),
+        skip_dx=np.int64(skip_dx),
     )
-    attributes = dict(geometry=_as_attribute(geometry), skip_dx=np.int64(skip_dx))
-    dx, doffset, dmask = call(*args, **attributes)
     return dx, doffset, dmask
+
+
+def _row_bytes(rows: int, *arrays) -> int:
+    """Return the bytes of some output rows of arrays [N, Ho, ...]."""
+    return sum(rows * a.shape[0] * math.prod(a.shape[2:]) * a.dtype.itemsize for a in arrays)
 
 
 def _deterministic_columns_backward(
@@ -65,11 +88,18 @@ def _deterministic_columns_backward(
     # The pairs (destination, source) are all different, so an unstable sort is deterministic. A
     # stable sort by destination alone would carry a third array.
     destination, source = lax.sort((destination, source), num_keys=2, is_stable=False)
-    call = jax.ffi.ffi_call(
-        "effjax_deform_scatter_sorted", result_type(dx), input_output_aliases={6: 0}
-    )
     args = (offset, mask, row, dcolumns, destination, source, dx)
-    return call(*args, geometry=_as_attribute(geometry)), doffset, dmask
+    dx = call_native(
+        "effjax_deform_scatter_sorted",
+        result_type(dx),
+        args,
+        flops=SAMPLE_FLOPS * math.prod(dcolumns.shape),
+        memory_bytes=_row_bytes(dcolumns.shape[1], offset, mask)
+        + count_bytes(dcolumns, destination, source, dx, dx),
+        aliases={6: 0},
+        geometry=_as_attribute(geometry),
+    )
+    return dx, doffset, dmask
 
 
 def destinations(

@@ -1,34 +1,64 @@
 """Averages over bins by custom calls: the functions of `reference.py`."""
 
+import math
 from typing import Any
 
 import jax
 import numpy as np
 
 from ..._common.sharding import match_varying
-from ..kernels import result_type
+from ..kernels import SAMPLE_FLOPS, call_native, count_bytes, count_sampled_bytes, result_type
 from .reference import Pooling
+
+_DETERMINISTIC = "effjax_roi_pool_backward_deterministic"
 
 
 def pool(*args, pooling: Pooling) -> jax.Array:
     """Implement `reference.pool`."""
-    x, first, *_, initial = args = match_varying(args)
-    shape = (*first.shape[:3], x.shape[-1] // pooling.parts**2)
-    aliases = {4: 0} if initial.shape == shape else {}  # added to in place
-    call = jax.ffi.ffi_call("effjax_roi_pool", result_type(x, shape), input_output_aliases=aliases)
-    return call(*args, pooling=_as_attribute(pooling))
+    x, *bins, initial = args = match_varying(args)
+    shape = (*bins[0].shape[:3], x.shape[-1] // pooling.parts**2)
+    result, (samples, flops) = result_type(x, shape), _count_samples(shape, pooling)
+    return call_native(
+        "effjax_roi_pool",
+        result,
+        args,
+        flops=flops,
+        memory_bytes=count_sampled_bytes(x, samples) + count_bytes(*bins, initial, result),
+        aliases={4: 0} if initial.shape == shape else {},  # added to in place
+        pooling=_as_attribute(pooling),
+    )
 
 
 def pool_backward(
     *args, pooling: Pooling, target: str = "effjax_roi_pool_backward"
 ) -> tuple[jax.Array, jax.Array]:
     """Implement `reference.pool_backward`."""
-    x, first, *_ = args = match_varying(args)
-    shape = (*first.shape[:4], 2 if pooling.has_position_gradients else 0)
+    x, first, *_, dy = args = match_varying(args)
+    moves = pooling.has_position_gradients
+    shape = (*first.shape[:4], 2 if moves else 0)
     results = result_type(x, dtype=first.dtype), result_type(first, shape)
-    call = jax.ffi.ffi_call(target, results)
-    dx, dfirst = call(*args, pooling=_as_attribute(pooling))
+    samples, flops = _count_samples(dy.shape, pooling)
+    # dx is set to zero before threads add to it; x is read for the gradients of positions.
+    added = 0 if target == _DETERMINISTIC else 4 * first.dtype.itemsize * samples
+    read = count_sampled_bytes(x, samples) if moves else 0
+    dx, dfirst = call_native(
+        target,
+        results,
+        args,
+        flops=None if flops is None else (1 + moves) * flops,
+        memory_bytes=read + added + count_bytes(*args[1:], *results),
+        pooling=_as_attribute(pooling),
+    )
     return dx, dfirst
+
+
+def _count_samples(bins: tuple[int, ...], pooling: Pooling) -> tuple[int, int | None]:
+    """Return the samples of all bins [N, R, P, C], times their channels, and their FLOPs.
+
+    If their number depends on the data, each bin counts one, and the FLOPs are unknown.
+    """
+    samples = math.prod(bins) * max(1, pooling.samples) ** 2
+    return samples, SAMPLE_FLOPS * samples if pooling.samples else None
 
 
 def deterministic_pool_backward(*args, pooling: Pooling) -> tuple[jax.Array, jax.Array]:
@@ -36,8 +66,7 @@ def deterministic_pool_backward(*args, pooling: Pooling) -> tuple[jax.Array, jax
 
     Each pixel adds up the bins that read it, in their order.
     """
-    target = "effjax_roi_pool_backward_deterministic"
-    return pool_backward(*args, pooling=pooling, target=target)
+    return pool_backward(*args, pooling=pooling, target=_DETERMINISTIC)
 
 
 def _as_attribute(pooling: Pooling) -> dict[str, Any]:
