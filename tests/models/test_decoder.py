@@ -18,6 +18,7 @@ from effjax.models import (
     Decoder,
     DecoderConfig,
     Llama3RopeScaling,
+    decoder,
     decoder_functions,
     decoder_shapes,
     init_decoder,
@@ -105,6 +106,39 @@ def test_chunks_of_the_mlp(size, x64):
     arrays = nnx.split(chunked)
     program = jax.make_jaxpr(lambda s: nnx.grad(mean_loss)(nnx.merge(arrays[0], s), batch))
     assert ("f64[2,19,24]" in str(program(arrays[1]))) == (size >= 19)
+
+
+def test_gradient_of_the_mlp(x64):
+    """It equals that of the formula, of all parameters of the last layer."""
+    keys = jax.random.split(jax.random.key(0), 7)
+    sizes = (4, 6), (4,), (2, 6), (4, 2), (2, 3, 6), (2, 3, 6), (2, 3, 4)
+    arrays = [jax.random.normal(*a, "float64") for a in zip(keys, sizes, strict=True)]
+    *arrays, dy = arrays
+    names = "weight", "bias", "lora_A.weight", "lora_B.weight"
+
+    def apply(*arrays):
+        *params, gate, up = arrays
+        params = {f"mlp.down_proj.{name}": a for name, a in zip(names, params, strict=True)}
+        return decoder._apply_gated(0.5, params, gate, up)
+
+    def formula(weight, bias, a, b, gate, up):
+        h = jax.nn.silu(gate) * up
+        return h @ weight.T + bias + 0.5 * h @ a.T @ b.T
+
+    results = [jax.vjp(f, *arrays)[1](dy) for f in (apply, formula)]
+    assert_trees_close(*results, 1e-12)
+
+
+def test_narrow_embeddings_sum_their_gradient_in_float32():
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(7, 4)), "bfloat16")
+    tokens, dy = jnp.asarray(rng.integers(0, 3, (1, 300))), jnp.ones((1, 300, 4), "bfloat16")
+    y, pull_back = jax.vjp(lambda weight: decoder._take_rows(weight, tokens), weight)
+    np.testing.assert_array_equal(y, weight[tokens])
+    (dweight,) = pull_back(dy)
+    counts = np.bincount(tokens[0], minlength=7)
+    assert counts.max() > 2**8 / 3  # a sum in bfloat16 would round
+    np.testing.assert_array_equal(dweight[:, 0], jnp.asarray(counts, "bfloat16"))
 
 
 def test_no_large_arrays():
