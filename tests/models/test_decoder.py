@@ -125,8 +125,8 @@ def test_gradient_of_the_mlp(x64):
         h = jax.nn.silu(gate) * up
         return h @ weight.T + bias + 0.5 * h @ a.T @ b.T
 
-    results = [jax.vjp(f, *arrays)[1](dy) for f in (apply, formula)]
-    assert_trees_close(*results, 1e-12)
+    got, want = (jax.vjp(f, *arrays)[1](dy) for f in (apply, formula))
+    assert_trees_close(got, want, 1e-12)
 
 
 def test_narrow_embeddings_sum_their_gradient_in_float32():
