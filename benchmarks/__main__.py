@@ -39,6 +39,7 @@ SUBJECTS = {
     "overlap": "modelled time of an offloaded layer and the best that its copies allow",
     "language-model": "planned memory of Qwen3-8B with embedding and head in host memory",
     "language-model-table": "planned memory and modelled time of fine-tuning 8B to 70B on a GPU",
+    "packed-rows": "modelled time of fine-tuning on packed rows and on rows without segments",
     "optimizers": "test loss of a small model with low-precision optimizers",
     "optimizers-memory": "planned memory of the update of a large matrix by optimizer",
     "planner": "seconds of a plan by the depth of the model",

@@ -204,6 +204,14 @@ def gpu_sampling() -> Iterator[Cells]:
         yield [operator.replace("x", " × "), *cells, " / ".join(faster)]
 
 
+def packed_rows() -> Iterator[Cells]:
+    yield ["", "", "kernels [s]", "products alone [s]", "step [s]", "tokens/s"]
+    names = {"rtx4090": "RTX 4090", "h100": "H100"}
+    for row in read("planned/packed_rows_qwen3_8b.json")["rows"]:
+        seconds = (f"{row[f'{key}_seconds']:.1f}" for key in ("compute", "products", "step"))
+        yield [names[row["of"]], row["name"], *seconds, f"{row['tokens_per_second']:.0f}"]
+
+
 def sass() -> Iterator[Cells]:
     yield ["kernel", "instructions", "budget", "loads in flight", "registers"]
     for name, row in by_name("planned/cuda_sass.json").items():
@@ -399,8 +407,8 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             peak_by_depth, kept_by_depth, dense_block, densenet, batch_norm, batch_norm_layers,
             cross_entropy, deform_conv, deform_attention, roi, gpu_sampling, sass, offload_by_depth,
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
-            overlap, resnet, optimizer_losses, optimizer_memory, fit, tpu_memory, tpu_traffic,
-            tpu_all_reduces,
+            overlap, resnet, optimizer_losses, optimizer_memory, packed_rows, fit, tpu_memory,
+            tpu_traffic, tpu_all_reduces,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),

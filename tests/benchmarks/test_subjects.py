@@ -31,6 +31,7 @@ from benchmarks import (
     optimizers,
     optimizers_memory,
     overlap,
+    packed_rows,
     planner,
     pytorch,
     resnet,
@@ -179,6 +180,17 @@ def test_modelled_time_of_samplers():
     seconds = {(row["name"], row["passes"]): row["step_seconds"] for row in result.rows}
     assert 0 < seconds["effjax native", "forward"] < seconds["effjax native", "forward+backward"]
     assert not any("unknown_kernels" in row for row in result.rows)
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_packed_rows():
+    steps, kernels = packed_rows.run("small")
+    plain, packed = steps.rows
+    assert packed["name"] == "packed rows" and plain["ratio"] == 1 <= packed["ratio"] < 2
+    assert all(0 < row["products_seconds"] < row["compute_seconds"] for row in steps.rows)
+    seconds = [row["seconds"] for row in kernels.rows]
+    assert seconds == sorted(seconds, reverse=True) and sum(seconds) < kernels.config["all_seconds"]
 
 
 @pytest.mark.exhaustive
