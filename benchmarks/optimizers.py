@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from rich.progress import track
 
-from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
+from effjax.optimizers import adamw_8bit, in_24_bits, in_float32, stochastic_rounding
 from effjax.train.optimizers import make_schedule
 from effjax.train.text.windows import Text, load_text, test_windows, train_windows
 
@@ -53,6 +53,12 @@ VARIANTS = {
     ),
     "effjax bfloat16, 8-bit moments, stochastic rounding": Variant(
         "bfloat16", lambda rate: optax.chain(adamw_8bit_small(rate), stochastic_rounding(0))
+    ),
+    "effjax 24 bits, float32 moments": Variant(
+        "bfloat16", lambda rate: in_24_bits(optax.adamw(rate))
+    ),
+    "effjax 24 bits, 8-bit moments": Variant(
+        "bfloat16", lambda rate: in_24_bits(adamw_8bit_small(rate))
     ),
 }
 
@@ -115,7 +121,15 @@ def train(setting: Setting, variant: Variant, text: Text) -> list[float]:
     return [float(loss) for loss in total]
 
 
-def compare_losses(setting: Setting, names: Sequence[str] = tuple(VARIANTS)) -> Result:
+MASTER_COPIES = (
+    REFERENCE, "effjax 24 bits, float32 moments", "effjax 8-bit moments",
+    "effjax 24 bits, 8-bit moments",
+)  # fmt: skip
+
+
+def compare_losses(
+    setting: Setting, names: Sequence[str] = tuple(VARIANTS), result: str = "optimizers"
+) -> Result:
     """Train some variants with all seeds."""
     text = load_text("pydoc")
     rows = []
@@ -130,7 +144,7 @@ def compare_losses(setting: Setting, names: Sequence[str] = tuple(VARIANTS)) -> 
             }
         )
     return Result(
-        "optimizers",
+        result,
         f"test loss of a model of bytes after {setting.steps} steps",
         setting._asdict()
         | dict(learning_rate=LEARNING_RATE, text=text.name, text_sha256=text.digest),
@@ -141,4 +155,10 @@ def compare_losses(setting: Setting, names: Sequence[str] = tuple(VARIANTS)) -> 
 
 
 def run(size: Size) -> Iterator[Result]:
-    yield compare_losses(Setting() if size == "published" else Setting(steps=300, seeds=1))
+    published = size == "published"
+    yield compare_losses(
+        Setting(steps=1000) if published else Setting(steps=100, seeds=1),
+        MASTER_COPIES,
+        "optimizers_24_bits",
+    )
+    yield compare_losses(Setting() if published else Setting(steps=300, seeds=1))

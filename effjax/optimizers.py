@@ -5,6 +5,7 @@ They work alone, in ``optax.chain``, ``masked``, ``inject_hyperparams`` and ``Mu
 separately.
 """
 
+import itertools
 import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,6 +38,19 @@ class ScaleByAdam8bitState(NamedTuple):
     nu: Any
     mu_scale: Any
     nu_scale: Any
+
+
+class In24BitsState(NamedTuple):
+    """State of `in_24_bits`.
+
+    Attributes:
+        correction: int8 [...] of each bfloat16 parameter, in units of 2⁻⁸ of the spacing of
+            bfloat16 numbers; None for parameters of other dtypes.
+        inner: the state of the inner transformation.
+    """
+
+    correction: Any
+    inner: Any
 
 
 class StochasticRoundingState(NamedTuple):
@@ -128,10 +142,12 @@ def scale_by_adam_8bit(
     The moments of parameters with fewer than `min_size` values, or with a last axis shorter than
     16, are float32 and unrounded, as in ``optax.scale_by_adam``.
 
-    A gradient that is NaN or infinite makes the scale of its block NaN or infinite. All updates of
-    this block are NaN from the next step on, so that the damage shows in the loss; other blocks are
-    unaffected. To skip such steps use ``optax.apply_if_finite`` or the argument `skip_nonfinite` of
-    `offload_train_step`.
+    A finite gradient of any size makes a finite update, where the square of one above 1.8e19 stops
+    ``optax.adam`` from updating its parameter ever again; the moments of small parameters are
+    optax's. A gradient that is NaN or infinite makes the scale of its block NaN or infinite. All
+    updates of this block are NaN from the next step on, so that the damage shows in the loss; other
+    blocks are unaffected. To skip such steps use ``optax.apply_if_finite`` or the argument
+    `skip_nonfinite` of `offload_train_step`.
 
     Memory: 2 + 8 / block_size bytes per parameter, if block_size divides the last axis.
 
@@ -185,21 +201,28 @@ def scale_by_adam_8bit(
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
         t = count.astype(jnp.float32)
-        mu_correction, nu_correction = 1 - b1**t, 1 - b2**t
+        mu_correction, root_correction = 1 - b1**t, jnp.sqrt(1 - b2**t)
 
-        def new_moments(g: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * jnp.square(g)
+        # Squares of gradients above 1.8e19 are infinite in float32. Those of encoded moments are
+        # never computed: the roots r of the second moments are averaged as they are stored.
+        def new_moments(g: jax.Array, m: jax.Array, r: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return b1 * m + (1 - b1) * g, _root_of_sum(b2, r, 1 - b2, g)
 
-        def step(m: jax.Array, v: jax.Array) -> jax.Array:
-            return (m / mu_correction) / (jnp.sqrt(v / nu_correction + eps_root) + eps)
+        def step(m: jax.Array, r: jax.Array) -> jax.Array:
+            # m / mu_correction could be infinite; both corrections together are at most the root's.
+            m = m * (root_correction / mu_correction)
+            if not (isinstance(eps_root, numbers.Real) and eps_root == 0):
+                r = _root_of_sum(1.0, r, 1.0, root_correction * jnp.sqrt(eps_root))
+            return m / (r + eps * root_correction)
 
         def update_leaf(g: jax.Array, *moments: Any) -> tuple:
             g = g.astype(jnp.float32)
             if moments[-1] is None:
-                m, v = new_moments(g, *moments[:2])
-                return step(m, v), m, v, None, None
-            (m, v), encoded = _update_encoded(new_moments, g, moments, block_size)
-            return step(m, v), *encoded
+                m = b1 * moments[0] + (1 - b1) * g
+                v = b2 * moments[1] + (1 - b2) * jnp.square(g)
+                return step(m, jnp.sqrt(v)), m, v, None, None
+            (m, r), encoded = _update_encoded(new_moments, g, moments, block_size)
+            return step(m, r), *encoded
 
         leaves, structure = jax.tree.flatten(updates)
         trees = [structure.flatten_up_to(tree) for tree in state[1:]]
@@ -235,22 +258,31 @@ def _check_floating(params: Any) -> None:
 def _update_encoded(
     new_moments: Callable, g: jax.Array, encoded: tuple, block_size: int
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
-    """Return the moments after a step, in float32 and encoded: (mu, nu, mu_scale, nu_scale)."""
+    """Return the first moments and the roots of the second ones, in float32, and both encoded.
+
+    `encoded` is (mu, nu, mu_scale, nu_scale), before and after the step.
+    """
 
     def compute(g, mu, nu, mu_scale, nu_scale):
         m = _decode_signed(mu, _per_value(mu_scale, mu, block_size))
-        root = _decode_unsigned(nu, _per_value(nu_scale, nu, block_size))
-        return new_moments(g, m, jnp.square(root))
+        return new_moments(g, m, _decode_unsigned(nu, _per_value(nu_scale, nu, block_size)))
 
-    m, v = compute(g, *encoded)
-    scales = _block_max(jnp.abs(m), block_size), jnp.sqrt(_block_max(v, block_size))
+    m, r = compute(g, *encoded)
+    scales = _block_max(jnp.abs(m), block_size), _block_max(r, block_size)
     # Compute the moments again once the scales are known, instead of storing them in float32
     # between the two passes. The barrier keeps XLA from merging the two computations.
     g, encoded, scales = lax.optimization_barrier((g, encoded, scales))
-    m, v = compute(g, *encoded)
+    m, r = compute(g, *encoded)
     mu = _encode_signed(m, _per_value(scales[0], m, block_size))
-    nu = _encode_unsigned(jnp.sqrt(v), _per_value(scales[1], v, block_size))
-    return (m, v), (mu, nu, *scales)
+    nu = _encode_unsigned(r, _per_value(scales[1], r, block_size))
+    return (m, r), (mu, nu, *scales)
+
+
+def _root_of_sum(a: Any, x: jax.Array, b: Any, y: jax.Array) -> jax.Array:
+    """Return sqrt(a x² + b y²) for x ≥ 0, without overflow or underflow of the squares."""
+    largest = jnp.maximum(x, jnp.abs(y))
+    largest = jnp.where(largest == 0, 1.0, largest)
+    return largest * jnp.sqrt(a * jnp.square(x / largest) + b * jnp.square(y / largest))
 
 
 def _per_value(scale: jax.Array, x: jax.Array, block_size: int) -> jax.Array:
@@ -332,6 +364,105 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def in_24_bits(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Run a transformation on bfloat16 parameters with the 8 bits that they lack.
+
+    The state has 8 more bits of each bfloat16 parameter p, its correction c. Together they are a
+    number of 24 bits, a float32 without its last 8 bits::
+
+        master = p + c · spacing(p) / 256        c in -128 … 127, int8
+
+    `inner` gets the master copy and the gradients in float32. The sum of the master copy and the
+    update is rounded to the nearest number of 24 bits, a relative error of at most 2⁻¹⁶ (a
+    bfloat16 number has 2⁻⁸), and split. p is the nearest bfloat16 number of the sum. Updates below
+    2⁻¹⁶ of a parameter are lost; with `stochastic_rounding` they would be kept on average. ::
+
+        in_24_bits(adamw_8bit(1e-3))
+
+    The returned update leads to p exactly, with ``optax.apply_updates`` and with offload. Nothing
+    may follow in a chain. Parameters that are changed elsewhere keep their correction. No finite
+    sum becomes infinite: the largest bfloat16 number is kept. The correction of infinity and NaN
+    is 0. Parameters and gradients of other dtypes are passed on unchanged. Under
+    ``jax_numpy_dtype_promotion="strict"`` add the updates in float32 and cast the sum.
+
+    Memory: 1 byte per parameter, and what `inner` takes for float32 parameters. With `adamw_8bit`,
+    parameters and state take 5.03 bytes.
+
+    References:
+        FlashOptim, 2026, which publishes 5 bytes with another code.
+
+    Args:
+        inner: any optax transformation.
+
+    Returns:
+        The transformation, with an `In24BitsState`.
+
+    Raises:
+        ValueError: from `update`, if `params` is None.
+        TypeError: from `init`, if a parameter is float16.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def widen(tree: Any) -> Any:
+        return jax.tree.map(lambda a: a.astype(jnp.float32) if _is_half(a) else a, tree)
+
+    def init(params: optax.Params) -> In24BitsState:
+        for path, p in jax.tree_util.tree_leaves_with_path(params):
+            if p.dtype == jnp.float16:
+                name = f"params{jax.tree_util.keystr(path)}"
+                raise TypeError(f"{name} must be bfloat16, not float16. Use in_float32.")
+        correction = jax.tree.map(
+            lambda p: jnp.zeros_like(p, dtype=jnp.int8) if _is_half(p) else None, params
+        )
+        return In24BitsState(correction, inner.init(widen(params)))
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError("`params` must be passed to `update`, to be corrected.")
+        old, structure = jax.tree.flatten(params)
+        corrections = structure.flatten_up_to(state.correction)
+        pairs = zip(old, corrections, strict=True)
+        masters = [p if c is None else _join_24_bits(p, c) for p, c in pairs]
+        updates, new_inner = inner.update(
+            widen(updates), state.inner, structure.unflatten(masters), **extra_args
+        )
+        new_updates = structure.flatten_up_to(updates)
+        for i, (p, master, u) in enumerate(zip(old, masters, new_updates, strict=True)):
+            if corrections[i] is not None:
+                new, corrections[i] = _split_24_bits(master + u.astype(jnp.float32))
+                new_updates[i] = new - p.astype(jnp.float32)
+        new_state = In24BitsState(structure.unflatten(corrections), new_inner)
+        return structure.unflatten(new_updates), new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+_SIGN, _MAX_BFLOAT16 = 0x80000000, 0x7F7F
+
+
+def _join_24_bits(p: jax.Array, correction: jax.Array) -> jax.Array:
+    """Return the float32 number of a bfloat16 number and its correction."""
+    # The bits of the magnitude of a float are an integer that grows with it, across exponents.
+    wide = p.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(wide, jnp.uint32)
+    size = (bits & jnp.uint32(_SIGN - 1)).astype(jnp.int32) + (correction.astype(jnp.int32) << 8)
+    joined = (bits & jnp.uint32(_SIGN)) | jnp.maximum(size, 0).astype(jnp.uint32)
+    return jnp.where(jnp.isfinite(wide), lax.bitcast_convert_type(joined, jnp.float32), wide)
+
+
+def _split_24_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the nearest bfloat16 number of x, as float32, and its correction, int8."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    size = (bits & jnp.uint32(_SIGN - 1)).astype(jnp.int32)
+    size = (size + 0x7F + ((size >> 8) & 1)) >> 8  # to the nearest, of ties to the even one
+    high = jnp.minimum((size + 128) >> 8, _MAX_BFLOAT16)
+    correction = jnp.clip(size - (high << 8), -128, 127)
+    split = (bits & jnp.uint32(_SIGN)) | (high << 16).astype(jnp.uint32)
+    is_finite = jnp.isfinite(x)
+    new = jnp.where(is_finite, lax.bitcast_convert_type(split, jnp.float32), x)
+    return new, jnp.where(is_finite, correction, 0).astype(jnp.int8)
+
+
 def stochastic_rounding(key: jax.Array | int) -> optax.GradientTransformation:
     """Round bfloat16 and float16 parameters stochastically when updates are added to them.
 
@@ -346,9 +477,10 @@ def stochastic_rounding(key: jax.Array | int) -> optax.GradientTransformation:
 
         optax.chain(in_float32(optax.adamw(1e-3)), stochastic_rounding(0))
 
-    Numbers that need no rounding, infinity and NaN are unchanged. Updates of parameters of
-    other dtypes are unchanged. Under ``jax_numpy_dtype_promotion="strict"`` add the updates in
-    float32 and cast the sum.
+    Numbers that need no rounding, infinity and NaN are unchanged. Those above the largest number of
+    the dtype are rounded to the nearest, so that no number below it becomes infinite. Updates of
+    parameters of other dtypes are unchanged. Under ``jax_numpy_dtype_promotion="strict"`` add the
+    updates in float32 and cast the sum.
 
     The random numbers differ from leaf to leaf and from step to step, and with offload from layer
     to layer. They are a function of the key and the count in the state, so that a resumed run draws
@@ -423,7 +555,77 @@ def _round_stochastically(x: jax.Array, noise: jax.Array, dtype: Any) -> jax.Arr
         is_up = steps - lower > noise.astype(jnp.float32) / 2**dropped
         subnormal = jnp.sign(x) * (lower + is_up) * spacing
         rounded = jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
+    # Above the largest number of the dtype, the upper neighbour is infinite: round to the nearest.
+    rounded = jnp.where(jnp.abs(x) > float(info.max), x.astype(dtype).astype(x.dtype), rounded)
     return jnp.where(jnp.isfinite(x), rounded, x)
+
+
+def get_hyperparams(state: Any) -> dict[str, jax.Array]:
+    """Return the hyperparameters of ``optax.inject_hyperparams`` in a state, by name.
+
+    They may be anywhere in the state, of optax or offloaded. With offload each layer has its own
+    copies, of which this is the first::
+
+        effjax.optimizers.get_hyperparams(state)["learning_rate"]
+
+    Args:
+        state: a pytree, such as an `effjax.OffloadState` or the `opt_state` of an optimizer.
+
+    Returns:
+        Scalars, by name. A scheduled one has the value of the last step.
+    """
+    found: dict[str, jax.Array] = {}
+    for path, a in jax.tree_util.tree_leaves_with_path(state):
+        if (name := _hyperparam_name(path, "hyperparams")) is not None:
+            found.setdefault(name, jnp.ravel(a)[0])
+    return found
+
+
+def set_hyperparams(state: Any, **values: jax.typing.ArrayLike) -> Any:
+    """Return a state with other hyperparameters of ``optax.inject_hyperparams``.
+
+    All copies with these names are replaced, those of all layers with offload::
+
+        state = effjax.optimizers.set_hyperparams(state, learning_rate=1e-4)
+
+    Args:
+        state: as in `get_hyperparams`.
+        **values: numbers, by name.
+
+    Returns:
+        The state, with the same dtypes and places.
+
+    Raises:
+        ValueError: for a name that the state does not have, or that a schedule sets in each step.
+    """
+    names = set(get_hyperparams(state))
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        scheduled = _hyperparam_name(path, "hyperparams_states")
+        if scheduled in values:
+            raise ValueError(
+                f"`{scheduled}` (={values[scheduled]}) must not be a schedule, which would replace "
+                "it in the next step. Pass a number to optax.inject_hyperparams."
+            )
+    for name, value in values.items():
+        if name not in names:
+            raise ValueError(
+                f"`{name}` (={value}) must be one of the hyperparameters of optax."
+                f"inject_hyperparams in the state: {', '.join(sorted(names)) or 'there are none'}."
+            )
+
+    def replace(path: tuple, a: jax.Array) -> jax.Array:
+        name = _hyperparam_name(path, "hyperparams")
+        return jnp.full_like(a, values[name]) if name in values else a
+
+    return jax.tree_util.tree_map_with_path(replace, state)
+
+
+def _hyperparam_name(path: tuple, field: str) -> str | None:
+    """Return the key in the dict `field` of a state of ``optax.inject_hyperparams``, or None."""
+    for at, key in itertools.pairwise(path):
+        if getattr(at, "name", None) == field:
+            return getattr(key, "key", None)
+    return None
 
 
 def __dir__() -> list[str]:

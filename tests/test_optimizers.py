@@ -16,9 +16,14 @@ import effjax
 from effjax.ops.offload.mixing import check_per_leaf, find_state_keys
 from effjax.ops.offload.optimizer import apply_optimizer
 from effjax.optimizers import (
+    _join_24_bits,
+    _split_24_bits,
     adamw_8bit,
+    get_hyperparams,
+    in_24_bits,
     in_float32,
     scale_by_adam_8bit,
+    set_hyperparams,
     stochastic_rounding,
 )
 from tests.ops.offload.stacks import LAYERS, assert_equal_bits, layer, params
@@ -33,6 +38,7 @@ SMALL_BLOCKS = small_blocks()
 EIGHT_BIT = adamw_8bit(1e-2, block_size=8, min_size=0)
 ROUNDED = optax.chain(in_float32(optax.adamw(1e-2)), stochastic_rounding(5))
 BOTH = optax.chain(EIGHT_BIT, stochastic_rounding(5))
+MASTER = in_24_bits(EIGHT_BIT)
 
 
 def normal(shape, i=0, dtype=jnp.float32, decades=0):
@@ -122,6 +128,7 @@ def test_bytes_per_parameter():
     assert per_parameter(in_float32(optax.adamw(1e-3))) == 8
     assert per_parameter(optax.adamw(1e-3, mu_dtype=jnp.float32)) == 6  # nu is bfloat16
     assert per_parameter(stochastic_rounding(0)) == 0
+    assert per_parameter(in_24_bits(adamw_8bit(1e-3))) == 3 + 8 / 256
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
@@ -258,9 +265,86 @@ def test_in_float32_passes_extra_arguments():
     assert updates.dtype == jnp.float32
 
 
+# 24 bits
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_24_bits_hold_numbers_of_all_exponents(sign):
+    """Half a unit of 16 bits of magnitude at most is lost, and p is the nearest bfloat16 number."""
+    low = jax.random.bits(KEY, (255, 300), jnp.uint32) >> 9
+    low = low.at[:, :2].set(jnp.uint32([0, 2**23 - 1]))
+    bits = (jnp.arange(255, dtype=jnp.uint32)[:, None] << 23) | low
+    x = sign * np.asarray(bits).view(np.float32).astype(np.float64)
+    new, correction = jax.jit(_split_24_bits)(x.astype(np.float32))
+    p = new.astype(jnp.bfloat16)
+    assert_equal_bits(p.astype(jnp.float32), new)
+    got = np.asarray(jax.jit(_join_24_bits)(p, correction), np.float64)
+    spacing = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(np.abs(x), 2.0**-149))), -126)
+    largest = float(jnp.finfo(jnp.bfloat16).max) * (1 + 2.0**-9)  # with the largest correction
+    within = np.abs(x) < largest
+    assert (np.abs(got - x) <= 2.0**-16 * spacing)[within].all()
+    assert (np.abs(np.float64(new) - x) <= (2.0**-8 + 2.0**-16) * spacing)[within].all()
+    assert np.isfinite(got).all() and (sign * got >= 0).all()
+
+
+def test_24_bits_keep_small_updates():
+    """Updates of 2⁻¹² are lost in bfloat16; the master copy adds them up."""
+    tx = in_24_bits(optax.identity())
+    half = jnp.ones((3,), jnp.bfloat16)
+    p = {"half": half, "wide": jnp.ones(3)}
+    u = jax.tree.map(lambda a: jnp.full(a.shape, 2.0**-12), p)
+    state = tx.init(p)
+    for _ in range(24):
+        updates, state = tx.update(u, state, p)
+        p = optax.apply_updates(p, updates)
+    assert state.correction["wide"] is None and p["half"].dtype == jnp.bfloat16
+    master = _join_24_bits(p["half"], state.correction["half"])
+    np.testing.assert_array_equal(master, 1 + 24 * 2.0**-12)
+    np.testing.assert_array_equal(p["half"], master.astype(jnp.bfloat16))
+    for bad in jnp.inf, jnp.nan:
+        updates, new = tx.update({**u, "half": u["half"].at[1].set(bad)}, state, p)
+        np.testing.assert_array_equal(np.isfinite(p["half"] + updates["half"]), [True, False, True])
+        assert new.correction["half"][1] == 0
+    with pytest.raises(TypeError, match=r"params\['a'\] must be bfloat16, not float16"):
+        tx.init({"a": half.astype(jnp.float16)})
+    with pytest.raises(ValueError, match="`params` must be passed"):
+        tx.update(u, state)
+
+
 # Composition and transformations
 
-TRANSFORMATIONS = {"8 bits": EIGHT_BIT, "stochastic rounding": ROUNDED, "both": BOTH}
+TRANSFORMATIONS = {
+    "8 bits": EIGHT_BIT, "stochastic rounding": ROUNDED, "both": BOTH, "24 bits": MASTER
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize("size", [1e25, 3.4e38, 1e-40])
+def test_extreme_gradients_make_finite_updates(name, size):
+    """A gradient whose square overflows moves its parameter at most as others."""
+    tx, p = TRANSFORMATIONS[name], jnp.ones((2, 64), jnp.bfloat16)
+    state, update = tx.init(p), jax.jit(tx.update)
+    g = jnp.ones(p.shape)
+    for now in g.at[0, 3].set(size).at[1, 40].set(-size), g, g:
+        updates, state = update(now, state, p)
+        p = optax.apply_updates(p, updates)
+    assert (abs(p - 1) < 0.05).all()
+    # optax keeps the infinite square.
+    finite = [np.isfinite(a).all() for a in jax.tree.leaves(bits(state)) if a.dtype == jnp.float32]
+    assert all(finite) or name == "stochastic rounding"
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_rounding_does_not_overflow(dtype):
+    """Sums up to the largest number stay finite, and above it round to the nearest."""
+    largest = float(jnp.finfo(dtype).max)
+    p = jnp.full(1000, largest, dtype)
+    step = largest - float(jnp.nextafter(p[0], dtype(0)))
+    for u, want in (0.0, largest), (0.4 * step, largest), (0.6 * step, np.inf):
+        updates, _ = first_update(ROUNDING, jnp.full(p.shape, u), p)
+        assert (optax.apply_updates(p, updates).astype(jnp.float32) == want).all()
+
+
 TREE = {"a": normal((16, 64), 1), "b": normal((3, 70), 2), "c": normal((5,), 3)}
 
 
@@ -305,6 +389,20 @@ def test_composition(how):
     assert (new["a"] != p["a"]).mean() > 0.3
 
 
+def test_hyperparams_of_an_offloaded_state():
+    """They are read and set in all layers; names that do nothing are errors."""
+    tx = optax.inject_hyperparams(optax.sgd)(1e-2, momentum=optax.constant_schedule(0.5))
+    init, step = effjax.offload_train_step(embed, layer, head, tx)
+    state = set_hyperparams(init(effjax.to_host(params()), others()), learning_rate=0.0)
+    assert get_hyperparams(state) == {"learning_rate": 0.0, "momentum": 0.5}
+    new, *_ = effjax.offload_jit(step)(state, TOKENS, None)
+    assert_equal_bits((effjax.to_device(new.layers), new.others), (params(), others()))
+    with pytest.raises(ValueError, match=r"`rate` .* one of .*: learning_rate, momentum"):
+        set_hyperparams(new, rate=1.0)
+    with pytest.raises(ValueError, match=r"`momentum` \(=1.0\) must not be a schedule"):
+        set_hyperparams(new, momentum=1.0)
+
+
 def test_inject_hyperparams():
     make = optax.inject_hyperparams(adamw_8bit, static_args=("block_size", "min_size"))
     tx = make(optax.linear_schedule(1e-2, 0, 10), block_size=8, min_size=0)
@@ -316,7 +414,11 @@ def test_inject_hyperparams():
     chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-5)
 
 
-@vary(("tx", "dtype"), [(BOTH, "bfloat16"), (EIGHT_BIT, "float32")], ids=["both", "8 bits"])
+@vary(
+    ("tx", "dtype"),
+    [(BOTH, "bfloat16"), (EIGHT_BIT, "float32"), (MASTER, "bfloat16")],
+    ids=["both", "8 bits", "24 bits"],
+)
 def test_transformations(tx, dtype):
     """jit, scan and vmap compute the same as steps one by one."""
     p = tree(dtype)
@@ -383,7 +485,8 @@ def test_checkpoint(tmp_path):
 def test_offload_accepts(name):
     shapes = jax.eval_shape(lambda: tree(jnp.bfloat16))
     check_per_leaf(TRANSFORMATIONS[name], shapes)
-    assert len(find_state_keys(TRANSFORMATIONS[name], shapes)) == (name != "8 bits")
+    draws = name in ("stochastic rounding", "both")
+    assert len(find_state_keys(TRANSFORMATIONS[name], shapes)) == draws
 
 
 def half(tree):
@@ -399,9 +502,10 @@ def head_half(others, x, batch, key):
 
 
 @functools.cache
-def offloaded(params_in, fuse_update):
+def offloaded(name, params_in, fuse_update):
+    tx = TRANSFORMATIONS[name]
     init, step = effjax.offload_train_step(
-        embed_half, layer, head_half, BOTH, params_in=params_in, fuse_update=fuse_update
+        embed_half, layer, head_half, tx, params_in=params_in, fuse_update=fuse_update
     )
     weights = half(params())
     state = init(effjax.to_host(weights) if params_in == "host" else weights, half(others()))
@@ -413,8 +517,9 @@ def offloaded(params_in, fuse_update):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fuse_update", [False, True])
-def test_offloaded_step_equals_the_one_in_device_memory(fuse_update):
-    got, want = offloaded("host", fuse_update), offloaded("device", False)
+@pytest.mark.parametrize("name", ["both", "24 bits"])
+def test_offloaded_step_equals_the_one_in_device_memory(name, fuse_update):
+    got, want = offloaded(name, "host", fuse_update), offloaded(name, "device", False)
     assert_equal_bits(bits(got), bits(want))
 
 
