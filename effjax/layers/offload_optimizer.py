@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ..ops._common.arguments import check_optimizer
 from ..ops.offload.backends import barrier, mark_in_order
 from ..ops.offload.layers import LayerList, LayerStack
-from ..ops.offload.mixing import check_per_leaf
+from ..ops.offload.mixing import check_per_leaf, check_selections
 from ..ops.offload.optimizer import (
     ClipBy,
     apply_optimizer,
@@ -16,6 +16,7 @@ from ..ops.offload.optimizer import (
     next_grad_norm,
     sum_of_squares,
     with_clipping,
+    with_value,
     zero_squares,
 )
 from ..ops.offload.row_update import has_huge_array, plan_rows, update_rows
@@ -34,6 +35,8 @@ def init_state(tx: Any, params: ParamGroups) -> ParamGroups:
     """Return the state of `tx`, in the memory of the parameters; raise as `stream_update` does."""
     check_optimizer(tx)
     check_per_leaf(tx, shapes_of(params.others))
+    trees = [*params.layers, *params.stacks, params.others]
+    check_selections(tx, trees, "nested dicts from the model down")
     stacks = [LayerStack(tx).init(stack) for stack in params.stacks]
     return ParamGroups(LayerList(tx).init(params.layers), stacks, tx.init(params.others))
 
@@ -52,11 +55,16 @@ def init_grad_norm(clip_by: ClipBy, params: ParamGroups) -> Any:
 
 
 def update_groups(
-    tx: Any, clip_norm: float | None, clip_by: ClipBy, old: UpdateState, grads: ParamGroups
+    tx: Any,
+    clip_norm: float | None,
+    clip_by: ClipBy,
+    old: UpdateState,
+    grads: ParamGroups,
+    value: Any = None,
 ) -> UpdateState:
-    """Return the parameters and the state after a step."""
+    """Return the parameters and the state after a step; `value` is the loss."""
     params, state, norm = old
-    plain_tx = tx
+    plain_tx, tx = tx, with_value(tx, value)
     if clip_norm is not None:
         if clip_by == "global":
             squares = sum(map(LayerStack(tx).sum_of_squares, grads.stacks))
@@ -83,10 +91,12 @@ def update_groups(
 
         def clipped(g: Tree) -> Any:
             if clip_norm is None or clip_by != "layer":
-                return tx
+                return with_value(plain_tx, value)
             # The optimizer gets a few rows at a time, but the norm is that of the module.
             module_norm = jnp.sqrt(LayerList(tx).sum_of_squares([g]))
-            return with_clipping(plain_tx, make_clip(clip_norm, "global", module_norm))
+            return with_clipping(
+                with_value(plain_tx, value), make_clip(clip_norm, "global", module_norm)
+            )
 
         by_rows = _update_by_rows(plain_tx, clipped, [modules[i] for i in huge])
         updated |= dict(zip(huge, by_rows, strict=True))

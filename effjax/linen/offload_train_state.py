@@ -111,22 +111,28 @@ class OffloadTrainState(TrainState):
             clip_by=clip_by, grad_norm=init_grad_norm(clip_by, groups), **kwargs,
         )  # fmt: skip
 
-    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "OffloadTrainState":
+    def apply_gradients(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *, grads: Any, value: Any = None, **kwargs: Any
+    ) -> "OffloadTrainState":
         """Return the state after a step; compile it with `effjax.offload_jit`.
 
         Args:
             grads: the gradients of `params`.
+            value: the loss, a scalar, for transformations that need it, such as
+                ``optax.contrib.reduce_on_plateau``.
             **kwargs: other fields to replace.
 
         Raises:
-            TypeError: if a gradient is not an array.
+            TypeError: if a gradient is not an array, or if `tx` needs `value`.
             ValueError: if the gradients do not have the structure and shapes of the parameters.
         """
         check_same_shapes("grads", as_array_tree("grads", grads), "`params`", self.params)
         state: Any = self.opt_state
         old = UpdateState(_group(self.params, self.params, self.stacks), state, self.grad_norm)
         grads = _group(self.params, grads, self.stacks)
-        new, opt_state, grad_norm = update_groups(self.tx, self.clip_norm, self.clip_by, old, grads)
+        new, opt_state, grad_norm = update_groups(
+            self.tx, self.clip_norm, self.clip_by, old, grads, value
+        )
         flat = {}
         for group in (*new.layers, *new.stacks, new.others):
             flat |= flatten_dict(group)

@@ -94,7 +94,7 @@ class OffloadOptimizer(nnx.Pytree):
         self.grad_norm: Any = nnx.data(jax.tree.map(nnx.OptState, grad_norm))
         self.update_arrays = offload_jit(functools.partial(update_groups, tx, clip_norm, clip_by))
 
-    def update(self, model: nnx.Module, grads: Any) -> None:
+    def update(self, model: nnx.Module, grads: Any, *, value: Any = None) -> None:
         """Update the parameters of the model and the state, in place.
 
         Outside of jit, too, the old arrays in host memory are overwritten: do not use other
@@ -103,9 +103,12 @@ class OffloadOptimizer(nnx.Pytree):
         Args:
             model: the model that was passed to the constructor.
             grads: gradients as ``nnx.grad(…, argnums=nnx.DiffState(0, wrt))`` returns them.
+            value: the loss, a scalar, for transformations that need it, such as
+                ``optax.contrib.reduce_on_plateau``.
 
         Raises:
-            TypeError: if `model` is not an nnx Module, or `grads` are not a State of gradients.
+            TypeError: if `model` is not an nnx Module, if `grads` are not a State of gradients, or
+                if `tx` needs `value`.
             ValueError: if the gradients do not match the Variables that `wrt` selects.
         """
         _check_module(model)
@@ -124,7 +127,7 @@ class OffloadOptimizer(nnx.Pytree):
         variables = jax.tree.leaves(state, is_leaf=_is_variable)
         values = jax.tree.map(lambda v: v.get_value(), state, is_leaf=_is_variable)
         old = UpdateState(_group(model, params, params), *values)
-        new, *state = self.update_arrays(old, _group(model, params, grads))
+        new, *state = self.update_arrays(old, _group(model, params, grads), value)
         for group in (*new.layers, *new.stacks, new.others):
             nnx.update(model, group)
         for variable, value in zip(variables, jax.tree.leaves(state), strict=True):

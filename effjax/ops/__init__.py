@@ -6,6 +6,7 @@ from .batch_norm import BatchStats, batch_norm_inference, sync_batch_norm
 from .cross_entropy import linear_cross_entropy
 from .dense_block import DenseLayerParams, bn_relu_conv, dense_block
 from .offload import (
+    OffloadParams,
     OffloadState,
     host_init,
     offload_jit,
@@ -29,6 +30,7 @@ from .samplers import (
 __all__ = [
     "BatchStats",
     "DenseLayerParams",
+    "OffloadParams",
     "OffloadState",
     "batch_norm_inference",
     "bn_relu_conv",

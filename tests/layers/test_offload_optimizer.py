@@ -19,6 +19,7 @@ from effjax.linen import OffloadTrainState
 from effjax.memory import plan
 from effjax.nnx import OffloadModel, OffloadOptimizer, offload_jit
 from effjax.ops.offload import row_update
+from effjax.optimizers import set_hyperparams
 from tests.layers.offload_linen import X
 from tests.layers.offload_nnx import Block
 from tests.ops.offload.reference import clip_by_group_norm, clip_by_previous_norm
@@ -354,6 +355,24 @@ def test_a_restored_run_continues_without_another_compilation():
     assert len(count) == 1
     step(other, other_optimizer, 2 * X)
     close(nnx.state(other), nnx.state(model))
+
+
+def test_the_loss_reaches_the_optimizer_of_nnx():
+    """`reduce_on_plateau` gets `value`, and injected hyperparameters can be set."""
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0)
+    tx = optax.chain(optax.inject_hyperparams(optax.sgd)(0.1), plateau)
+    model = OffloadModel([nnx.Linear(2, 2, rngs=nnx.Rngs(0))]).to_host()
+    optimizer = OffloadOptimizer(model, tx)
+    before = effjax.to_device(nnx.to_pure_dict(nnx.state(model)))
+    grads = nnx.grad(lambda model: model(jnp.ones((1, 2))).sum())(model)
+    with pytest.raises(TypeError, match="`value` must be the loss, which `tx` needs"):
+        optimizer.update(model, grads)
+    optimizer.opt_state = set_hyperparams(optimizer.opt_state, learning_rate=0.25)
+    for _ in range(3):  # with scales of 1/2, 1/4 and 1/8
+        optimizer.update(model, grads, value=jnp.float32(1))
+    after = effjax.to_device(nnx.to_pure_dict(nnx.state(model)))
+    moved = jax.tree.map(lambda a, b: a - b, before, after)
+    jax.tree.map(lambda a: np.testing.assert_allclose(a, 0.25 * 0.875, rtol=1e-6), moved)
 
 
 def test_rejects_invalid_arguments():

@@ -20,6 +20,7 @@
 from .compiled import offload_jit as offload_jit
 from .host_init import host_init as host_init
 from .layers import stream_update as stream_update
+from .optimizer import OffloadParams as OffloadParams
 from .placement import to_device as to_device
 from .placement import to_host as to_host
 from .sequential import offload_sequential as offload_sequential

@@ -32,6 +32,7 @@ from .optimizer import (
     measure_squares,
     sum_of_squares,
     with_clipping,
+    with_value,
     zero_squares,
 )
 from .placement import Space, put, space_of
@@ -77,12 +78,13 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
 
     Returns:
         ``init(params) -> state`` and ``update(grads, state, params, clip_norm=None,
-        clip_by="global") -> (params, state)``. The state is stored with the parameters, and its
-        scalars on the device; for stacked parameters it consists of arrays [L, ...], for a list of
-        a state per layer. Unlike in optax, `update` returns new parameters. With `clip_norm` it
-        scales the gradients as ``optax.clip_by_global_norm`` does, after another pass over them for
-        the norm, which `offload_train_step` avoids. With ``clip_by="layer"`` it clips each layer by
-        the norm of its own gradients, without another pass.
+        clip_by="global", value=None) -> (params, state)``. The state is stored with the parameters,
+        and its scalars on the device; for stacked parameters it consists of arrays [L, ...], for a
+        list of a state per layer. Unlike in optax, `update` returns new parameters. With
+        `clip_norm` it scales the gradients as ``optax.clip_by_global_norm`` does, after another
+        pass over them for the norm, which `offload_train_step` avoids. With ``clip_by="layer"`` it
+        clips each layer by the norm of its own gradients, without another pass. `value` is the
+        loss, for transformations that need it, such as ``optax.contrib.reduce_on_plateau``.
 
     Raises:
         ValueError: from both functions, if tx mixes parameters or layers (naming the entry of its
@@ -106,17 +108,19 @@ def stream_update(tx: Any, *, stacked: bool = True) -> StreamUpdate:
         params: Tree,
         clip_norm: float | None = None,
         clip_by: Literal["global", "layer"] = "global",
+        value: Any = None,
     ):
         check_clipping(clip_norm, clip_by, ("global", "layer"))
         params, grads = as_array_tree("params", params), as_array_tree("grads", grads)
         layers.check_params("params", params)
         check_same_shapes("grads", grads, "`params`", params)
         layers.check_state("state", state, params)
+        valued = layers.map_tx(lambda tx: with_value(tx, value))
         if clip_norm is None:
-            return layers.update(grads, state, params)
+            return valued.update(grads, state, params)
         norm = jnp.sqrt(layers.sum_of_squares(grads)) if clip_by == "global" else None
-        clipped = with_clipping(tx, make_clip(clip_norm, clip_by, norm))
-        return dataclasses.replace(layers, tx=clipped).update(grads, state, params)
+        clip = make_clip(clip_norm, clip_by, norm)
+        return valued.map_tx(lambda tx: with_clipping(tx, clip)).update(grads, state, params)
 
     return StreamUpdate(init, update)
 
@@ -143,6 +147,10 @@ class LayerStack:
     """
 
     tx: Any
+
+    def map_tx(self, transform: Callable[[Any], Any]) -> "LayerStack":
+        """Return the layers with another optimizer."""
+        return LayerStack(transform(self.tx))
 
     def check_params(self, name: str, params: Tree) -> None:
         """Raise ValueError unless the arrays have the same number of layers."""
@@ -218,7 +226,7 @@ class LayerStack:
     def update_and_measure(self, grads: Tree, state: Tree, params: Tree) -> tuple:
         """Return the results of `update`, and the sum of the squares of all gradients."""
         squares = jnp.zeros(count_layers(params), zero_squares(params).dtype)
-        layers = dataclasses.replace(self, tx=measure_squares(self.tx))
+        layers = self.map_tx(measure_squares)
         params, (state, squares) = layers.update(grads, (state, squares), params)
         return params, state, jnp.sum(squares)
 
@@ -277,7 +285,16 @@ class LayerList:
     Parameters and state are lists with an entry per layer.
     """
 
-    tx: Any
+    tx: Any  # of all layers, or a list with that of each layer
+
+    def tx_of(self, i: int) -> Any:
+        """Return the optimizer of layer i."""
+        return self.tx[i] if isinstance(self.tx, list) else self.tx
+
+    def map_tx(self, transform: Callable[[Any], Any]) -> "LayerList":
+        """Return the layers with other optimizers."""
+        is_list = isinstance(self.tx, list)
+        return LayerList([*map(transform, self.tx)] if is_list else transform(self.tx))
 
     def check_params(self, name: str, params: Any) -> None:
         """Raise TypeError unless there is an entry per layer."""
@@ -297,7 +314,7 @@ class LayerList:
         spaces = [space_of(next(iter(jax.tree.leaves(w)), 0)) for w in params]
 
         def make(i: int, w: Tree) -> Tree:
-            state = jax.tree.map(jnp.asarray, self.tx.init(w))
+            state = jax.tree.map(jnp.asarray, self.tx_of(i).init(w))
             return fold_state_keys(state, keys[i], jnp.uint32(i))
 
         def store(i: int, state: Tree) -> Tree:
@@ -317,20 +334,25 @@ class LayerList:
         check_same_shapes(name, state, "the result of init", expected)
 
     def _map_shapes(self, fun: Callable[[Any, Tree], Any], params: Sequence[Tree]) -> list:
-        """Return ``fun(tx, shapes)`` of each layer. Layers of the same shapes share a call."""
-        results = {}
-        for w in map(shapes_of, params):
-            key = jax.tree.structure(w), *jax.tree.leaves(w)
-            if key not in results:
-                results[key] = fun(self.tx, w)
-        return [results[jax.tree.structure(w), *jax.tree.leaves(w)] for w in map(shapes_of, params)]
+        """Return ``fun(tx, shapes)`` of each layer.
+
+        Layers of the same shapes with the same optimizer share a call.
+        """
+        known, results = {}, []
+        for i, w in enumerate(map(shapes_of, params)):
+            tx = self.tx_of(i)
+            key = id(tx), jax.tree.structure(w), *jax.tree.leaves(w)
+            if key not in known:
+                known[key] = fun(tx, w)
+            results.append(known[key])
+        return results
 
     def update(self, grads: Any, state: Any, params: Sequence[Tree]) -> tuple:
         """Update the layers one at a time."""
 
         def run(i: int, layer: Tree) -> Tree:
             w, s, g = layer
-            return apply_optimizer(self.tx, w, s, g)
+            return apply_optimizer(self.tx_of(i), w, s, g)
 
         def store(i: int, new: Tree) -> Tree:
             return jax.tree.map(lambda a, b: put(b, space_of(a)), (params[i], state[i]), new)
@@ -339,9 +361,10 @@ class LayerList:
         leaves = jax.tree.leaves([w for w, _ in updated])
         return jax.tree.unflatten(jax.tree.structure(params), leaves), [s for _, s in updated]
 
-    def update_slice(self, w: list, state: list, dw: list) -> tuple[list, list]:
-        """Update the layers of a slice on the device."""
-        new = [apply_optimizer(self.tx, *layer) for layer in zip(w, state, dw, strict=True)]
+    def update_slice(self, first: int, w: list, state: list, dw: list) -> tuple[list, list]:
+        """Update the layers first, first + 1, ... of a slice on the device."""
+        layers = enumerate(zip(w, state, dw, strict=True), first)
+        new = [apply_optimizer(self.tx_of(i), *layer) for i, layer in layers]
         return [w for w, _ in new], [s for _, s in new]
 
     def sum_of_squares(self, grads: Sequence[Tree]) -> jax.Array:
@@ -354,7 +377,7 @@ class LayerList:
 
     def update_and_measure(self, grads: Any, state: list, params: Sequence[Tree]) -> tuple:
         """Return the results of `update`, and the sum of the squares of all gradients."""
-        layers = dataclasses.replace(self, tx=measure_squares(self.tx))
+        layers = self.map_tx(measure_squares)
         zeros = [zero_squares(w) for w in params]
         params, both = layers.update(grads, list(zip(state, zeros, strict=True)), params)
         return params, [s for s, _ in both], sum((q for _, q in both), jnp.float32(0))
@@ -373,7 +396,7 @@ class LayerList:
     def backward(self, done: ForwardPass, dy: list, scale: jax.Array | None) -> tuple:
         """Return (gradients, their GradientStats, dx), as `LayerStack.backward`."""
 
-        def consume(stats, w, dw, no_extra):
+        def consume(first, stats, w, dw, no_extra):
             return stats.add(dw, scale), (dw, no_extra)
 
         no_extra, stats = [()] * len(done.trained), GradientStats.zero(done.trained)
@@ -383,10 +406,10 @@ class LayerList:
     def backward_and_update(self, done: ForwardPass, dy: list, state: list) -> tuple:
         """Return (trained parameters, state, GradientStats, dx), as in `LayerStack`."""
 
-        def consume(stats, w, dw, state):
+        def consume(first, stats, w, dw, state):
             # Otherwise XLA for GPUs reads gradients late, which keeps those of several layers.
             dw, stats = barrier((dw, stats.add(dw, None)))
-            return stats, self.update_slice(w, state, dw)
+            return stats, self.update_slice(first, w, state, dw)
 
         return self._run_backward(done, dy, consume, GradientStats.zero(done.trained), state)
 

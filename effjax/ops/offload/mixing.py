@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from .backends import nested_jaxprs
+from .optimizer import with_value
 from .trees import check_same_shapes, is_key
 
 # Layers are updated one at a time, so an optimizer must treat every parameter separately. For each
@@ -37,16 +38,17 @@ def check_per_leaf(tx: Any, params: Any) -> None:
     if params is None:  # one frozen array; None has another meaning in optax
         return
     program = _trace(tx, params)
+    remedy = _finite_remedy(tx)
     names = [f"params{jax.tree_util.keystr(path)}" for path in program.param_paths]
     if mixed := program.find_mixed():
         i, others, place = mixed
-        _raise_mixed("parameter", names[i], [names[j] for j in others], place)
+        _raise_mixed("parameter", names[i], [names[j] for j in others], place, remedy)
     # Trace two layers too, with two arrays per parameter. This fails for optimizers that select
     # parameters by path; then skip the check.
     with contextlib.suppress(_TraceError):
         if mixed := _trace(tx, jax.tree.map(lambda a: [a, a], params)).find_mixed():
             i, _, place = mixed
-            _raise_mixed("layer", names[i // 2], ["other layers"], place)
+            _raise_mixed("layer", names[i // 2], ["other layers"], place, remedy)
     _check_noise(program)
 
 
@@ -61,7 +63,18 @@ def find_owners(tx: Any, params: Any) -> list[set[int]]:
     return [{d for d in deps if isinstance(d, int)} for deps in of_state]
 
 
-def _raise_mixed(unit: str, name: str, others: list[str], place: str) -> None:
+def _finite_remedy(tx: Any) -> str:
+    """Return the alternative to a transformation that skips steps that are not finite, or ""."""
+    skipping = {"optax.apply_if_finite", "optax.MultiSteps"}
+    if skipping.isdisjoint(name for name, may_mix, _ in _walk(tx.update) if may_mix):
+        return ""
+    return (
+        " In place of optax.apply_if_finite and optax.skip_not_finite, use "
+        "effjax.offload_train_step with skip_nonfinite=True."
+    )
+
+
+def _raise_mixed(unit: str, name: str, others: list[str], place: str, remedy: str) -> None:
     listed = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
     if place:
         reason = f"the update of {name} uses {place}, which also depends on {listed}"
@@ -70,7 +83,7 @@ def _raise_mixed(unit: str, name: str, others: list[str], place: str) -> None:
     raise ValueError(
         f"`tx` must treat every {unit} separately, but {reason}. Layers are updated one at a time. "
         "Remove this transformation, or use an optimizer with separate state for each parameter, "
-        "such as optax.adamw. To clip by the global norm pass `clip_norm`."
+        f"such as optax.adamw. To clip by the global norm pass `clip_norm`.{remedy}"
     )
 
 
@@ -171,15 +184,20 @@ def _expand(deps: Dependencies, of_state: list[Dependencies]) -> Dependencies:
 def _trace(tx: Any, params: Any) -> _OptimizerProgram:
     try:
         init, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
-        update, (updates, new_state) = jax.make_jaxpr(tx.update, return_shape=True)(
-            params, state, params
+
+        def run(params: Any, state: Any, value: Any) -> tuple[Any, Any]:
+            return with_value(tx, value).update(params, state, params)
+
+        update, (updates, new_state) = jax.make_jaxpr(run, return_shape=True)(
+            params, state, jax.ShapeDtypeStruct((), jnp.float32)
         )
         check_same_shapes("updates", updates, "the parameters", params)
         check_same_shapes("state", new_state, "the state", state)
     except Exception as error:  # optimizers raise errors of any type
         raise _TraceError(
-            "`tx` failed for the parameters of one layer. An optimizer that needs other arguments "
-            f"cannot be offloaded. {type(error).__name__}: {error!s:.500}"
+            "`tx` failed for the parameters of one layer. Of the extra arguments of optax, an "
+            "offloaded optimizer gets only `value`, the loss, because others need all parameters "
+            f"at the same time. {type(error).__name__}: {error!s:.500}"
         ) from error
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     entries = jax.tree_util.tree_leaves_with_path(state)
@@ -187,7 +205,7 @@ def _trace(tx: Any, params: Any) -> _OptimizerProgram:
     of_state: list[Dependencies] = [{("state", j)} for j in range(len(entries))]
     random_at_init, random = _Random([], []), _Random([], [])
     state_at_init = _find_dependencies(init.jaxpr, of_params, random_at_init)
-    results = _find_dependencies(update.jaxpr, [*of_params, *of_state, *of_params], random)
+    results = _find_dependencies(update.jaxpr, [*of_params, *of_state, set()], random)
     updates, state_after = results[: len(paths)], results[len(paths) :]
     return _OptimizerProgram(
         paths, entries, state_at_init, updates, state_after, random_at_init, random
@@ -250,10 +268,12 @@ SEPARATE_ROWS = {
     },
     "effjax": {"scale_by_adam_8bit", "stochastic_rounding"},
 }  # fmt: skip
+# Masks and labels in the closures of wrappers.
+_SELECTORS = {"optax.masked": "mask", "optax.partition": "param_labels"}
 # Transformations of others, which they close over.
 WRAPPERS = {
     "optax": {"chain", "masked", "partition", "with_extra_args_support"},
-    "effjax": {"in_float32"},
+    "effjax": {"in_24_bits", "in_float32", "with_full_paths"},
 }
 
 
@@ -367,7 +387,48 @@ def _selections(tx: Any, params: Any) -> list:
         jax.eval_shape(lambda params: found.append(fun(params)), params)
 
     for name, _, closure in _walk(tx.update):
-        key = {"optax.masked": "mask", "optax.partition": "param_labels"}.get(name)
-        if key is not None and callable(closure[key]):
-            select(closure[key])
+        if name == "effjax.with_full_paths":
+            params = closure["put_in"](params)
+        if name in _SELECTORS and callable(closure[_SELECTORS[name]]):
+            select(closure[_SELECTORS[name]])
     return [jax.tree.flatten(tree) for tree in found]
+
+
+def check_selections(tx: Any, params: Sequence[Any], name: str) -> None:
+    """Check that each mask and label of an optimizer selects a parameter.
+
+    Args:
+        tx: an optax.GradientTransformation.
+        params: all trees of parameters that it gets.
+        name: what they are, for the error.
+
+    Raises:
+        ValueError: for a mask that is nowhere True, or a label of a transformation that no
+            parameter has.
+    """
+    paths = [
+        f"{jax.tree_util.keystr(path)}"
+        for tree in params
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    for kind, _, closure in _walk(tx.update) if paths else ():
+        if kind not in _SELECTORS:
+            continue
+        selector = closure[_SELECTORS[kind]]
+        if (getattr(selector, "__module__", None) or "").partition(".")[0] == "optax":
+            continue  # of an optimizer of optax, such as muon, which may find none
+        found: set = set()
+        for tree in params:
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+            found |= {*jax.tree.leaves(selector(shapes) if callable(selector) else selector)}
+        if kind == "optax.masked":
+            missing = [] if any(found) else ["a mask that is nowhere True"]
+        else:
+            unused = [label for label in closure["transforms"] if label not in found]
+            missing = [f"the label {label!r}, which no parameter has" for label in unused]
+        if missing:
+            examples = ", ".join([*paths[:2], *paths[2:][-1:]])
+            raise ValueError(
+                f"`tx` has {missing[0]}, so that a part of it would do nothing. Masks and labels "
+                f"get {name} with paths such as {examples}. Correct them, or remove this part."
+            )

@@ -4,6 +4,7 @@ Gradients are clipped by the norm of all gradients, of the previous step, or of 
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -14,15 +15,90 @@ from jax import lax
 from .._common.arguments import as_number, check_choice
 from .._common.dtypes import at_least_float32
 from .._common.sharding import varying_axes
-from .trees import Tree, is_key
+from .trees import Tree, is_key, shapes_of
 
 ClipBy = Literal["global", "previous", "layer"]
+
+
+class Optimizer(NamedTuple):
+    """An optimizer, like ``optax.GradientTransformation``."""
+
+    init: Callable  # (params) -> state
+    update: Callable  # (grads, state, params) -> (updates, state)
 
 
 class TransformedOptimizer(NamedTuple):
     """An optimizer without `init`."""
 
     update: Callable  # (grads, state, params) -> (updates, state)
+
+
+class OffloadParams(NamedTuple):
+    """All parameters of a training step, as its optimizer gets them.
+
+    The optimizer updates a layer, or all of `others`, at a time, and gets None in place of all
+    other parameters. Paths are those of the whole, such as ``.layers['kernel']`` of each layer of a
+    stack, ``.layers[3]['kernel']`` in a list of layers, and ``.others['embedding']``.
+
+    Attributes:
+        layers: the parameters of the layers, without the axis [L] of a stack.
+        others: the parameters of embed and head.
+    """
+
+    layers: Any
+    others: Any
+
+
+def with_full_paths(
+    tx: Any, put_in: Callable[[Tree], OffloadParams], take_out: Callable[[OffloadParams], Tree]
+) -> Optimizer:
+    """Return `tx` for a part of all parameters, which `tx` gets with the paths of the whole.
+
+    Args:
+        tx: an optimizer of OffloadParams.
+        put_in: returns OffloadParams with a part, and None in place of all other parameters.
+        take_out: returns the part of them. The entries of the state have the same parts.
+    """
+
+    def is_whole(a: Any) -> bool:
+        return isinstance(a, OffloadParams)
+
+    def take_out_all(tree: Tree) -> Tree:
+        return jax.tree.map(lambda a: take_out(a) if is_whole(a) else a, tree, is_leaf=is_whole)
+
+    def init(params: Tree) -> Tree:
+        return take_out_all(tx.init(put_in(params)))
+
+    def update(grads: Tree, state: Tree, params: Tree, value: Any = None) -> tuple[Tree, Tree]:
+        # The parts that are not taken out have no arrays.
+        structure = jax.tree.structure(jax.eval_shape(tx.init, put_in(shapes_of(params))))
+        state = structure.unflatten(jax.tree.leaves(state))
+        new = with_value(tx, value).update(put_in(grads), state, put_in(params))
+        return take_out(new[0]), take_out_all(new[1])
+
+    return Optimizer(init, update)
+
+
+def with_value(tx: Any, value: Any) -> Any:
+    """Return `tx` that gets the loss as the argument `value`, if it takes this argument."""
+    try:
+        arguments = inspect.signature(tx.update).parameters
+    except (TypeError, ValueError):
+        return tx
+    if "value" not in arguments and all(a.kind != a.VAR_KEYWORD for a in arguments.values()):
+        return tx
+
+    def update(grads, state, params):
+        if value is not None:
+            return tx.update(grads, state, params, value=value)
+        try:
+            return tx.update(grads, state, params)
+        except TypeError as error:
+            if "'value'" not in str(error):
+                raise
+            raise TypeError("`value` must be the loss, which `tx` needs, not None.") from error
+
+    return TransformedOptimizer(update)
 
 
 def apply_optimizer(tx: Any, w: Tree, state: Tree, grads: Tree) -> tuple[Tree, Tree]:

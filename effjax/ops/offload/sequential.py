@@ -247,7 +247,7 @@ def _sequence_backward(config: SequenceConfig, saved, cotangents):
     dy, daux = float_cotangents(cotangents[0]), [float_cotangents(a) for a in cotangents[1]]
     params, dy, daux = forbid_second_derivative((params, dy, daux), "offload_sequential")
 
-    def consume(carry, w, dw, extra):
+    def consume(first, carry, w, dw, extra):
         return carry, (dw, extra)
 
     no_extra = [()] * len(params)
@@ -297,8 +297,9 @@ def run_backward(
 ) -> tuple[list, Any, list, list]:  # fmt: skip
     """Run the slices in reverse order; return (results, carry, dx, dclosure).
 
-    ``carry, result = consume(carry, w, dw, extra[j])`` receives the trained parameters w of slice j
-    and their gradients dw. The result has the structure of (w, extra[j]) and moves to their memory.
+    ``carry, result = consume(first, carry, w, dw, extra[j])`` receives the index of the first layer
+    of slice j, its trained parameters w and their gradients dw. The result has the structure of
+    (w, extra[j]) and moves to their memory.
     """
 
     def store(j, result):
@@ -316,12 +317,13 @@ def run_backward(
         def run(
             inputs, dx, key,
             slice_fn=slice_fn, slice_closure=slice_closure, slice_daux=slice_daux, carry=carry,
+            first=first,
         ):  # fmt: skip
             w, saved, slice_extra = put(inputs, Space.Device)
             dw, slice_dclosure, dx = slices.backward(
                 slice_fn, w, slice_closure, saved, key, dx, slice_daux
             )
-            carry, result = consume(carry, w.trained, dw, slice_extra)
+            carry, result = consume(first, carry, w.trained, dw, slice_extra)
             return carry, result, slice_dclosure, dx
 
         def store_result(results, j=j):

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from .._common.platform import follow_arrays
 from .host_init import has_places, place_state
 from .layers import LayerList, LayerStack
-from .optimizer import zero_squares
+from .mixing import check_selections
+from .optimizer import OffloadParams, with_full_paths, zero_squares
 from .placement import MemoryName, check_space
 from .row_update import init_rows
 from .trees import (
@@ -93,6 +94,38 @@ class StateSpec(NamedTuple):
     loss_scale: float | None
     keeps_grad_norm: bool = False
     others_in: MemoryName = "device"
+    others_tx: Any = None  # the optimizer of `others`, from `with_paths`
+
+    def with_paths(self, layers: Tree, others: Tree) -> "StateSpec":
+        """Return the static description whose optimizers know the paths of all parameters."""
+        tx: Any = self.layers.tx
+        no_layers, no_others = jax.tree.map(lambda _: None, (layers, others))
+        others_tx = with_full_paths(
+            tx, lambda w: OffloadParams(no_layers, w), lambda params: params.others
+        )
+        if isinstance(self.layers, LayerStack):
+            of_layers = LayerStack(
+                with_full_paths(
+                    tx, lambda w: OffloadParams(w, no_others), lambda params: params.layers
+                )
+            )
+        else:
+            is_layer = lambda a: a is not no_layers  # noqa: E731
+            nothing, structure = jax.tree.flatten(no_layers, is_leaf=is_layer)
+
+            def of_layer(i: int) -> Any:
+                def put_in(w: Tree) -> OffloadParams:
+                    layers = structure.unflatten([*nothing[:i], w, *nothing[i + 1 :]])
+                    return OffloadParams(layers, no_others)
+
+                def take_out(params: OffloadParams) -> Tree:
+                    # optax has one MaskedNode() for all layers that a mask excludes.
+                    return params.layers[i] if len(params.layers) > i else params.layers
+
+                return with_full_paths(tx, put_in, take_out)
+
+            of_layers = LayerList([of_layer(i) for i in range(len(layers))])
+        return self._replace(layers=of_layers, others_tx=others_tx)
 
     def partition(self, layers: Tree, others: Tree) -> tuple[Partition, Partition]:
         """Split the parameters of the layers, and the others, into trained and frozen ones."""
@@ -113,15 +146,19 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     check_differentiable("layers", layer_params.trained)
     check_differentiable("others", other_params.trained)
 
+    trained = OffloadParams(layer_params.trained, other_params.trained)
+    check_selections(spec.layers.tx, [trained], "effjax.OffloadParams(layers, others)")
+    spec = spec.with_paths(layers, others)
+
     # The first step overwrites the state. Copy what the caller or tx still owns, such as the key
     # of tx; arrays in host memory are too large for that.
     copy = functools.partial(jax.tree.map, functools.partial(jnp.array, copy=True))
     owners = _owners(others, layers)
     if spec.others_in == "host":
         check_no_shared("others", others)
-        others_state = init_rows(spec.layers.tx, other_params.trained, owners)
+        others_state = init_rows(spec.others_tx, other_params.trained, owners)
     else:
-        others_state = copy(spec.layers.tx.init(other_params.trained))
+        others_state = copy(spec.others_tx.init(other_params.trained))
         if has_places(owners):
             places = place_state(others_state, owners)
             others_state = jax.tree.map(_shard, others_state, places)
@@ -145,21 +182,22 @@ def _shard(a: jax.Array, sharding: Any) -> jax.Array:
     return jax.jit(lambda a: a, out_shardings=sharding)(a)
 
 
-def check_state(spec: StateSpec, state: OffloadState) -> tuple[int, Partition, Partition]:
-    """Check a state; return (number of layers, layers, others)."""
+def check_state(spec: StateSpec, state: OffloadState) -> tuple[StateSpec, Partition, Partition]:
+    """Check a state; return (spec with the paths of all parameters, layers, others)."""
     spec.layers.check_params("state.layers", state.layers)
     check_space("state.others", state.others, spec.others_in)
     layers, others = spec.partition(state.layers, state.others)
     check_differentiable("state.layers", layers.trained)
     check_differentiable("state.others", others.trained)
+    spec = spec.with_paths(state.layers, state.others)
     spec.layers.check_state("state.layers_state", state.layers_state, layers.trained)
-    others_state = jax.eval_shape(spec.layers.tx.init, others.trained)
+    others_state = jax.eval_shape(spec.others_tx.init, others.trained)
     check_same_shapes("state.others_state", state.others_state, "the result of init", others_state)
     expected = () if spec.loss_scale is None else LossScale(jnp.zeros(()), jnp.zeros(()))
     check_same_shapes("state.loss_scale", state.loss_scale, "the result of init", expected)
     expected = jnp.zeros(()) if spec.keeps_grad_norm else ()
     check_same_shapes("state.grad_norm", state.grad_norm, "the result of init", expected)
-    return spec.layers.count(state.layers), layers, others
+    return spec, layers, others
 
 
 def check_no_shared(name: str, tree: Tree) -> None:

@@ -1,6 +1,5 @@
 """A training step of offloaded layers: gradients and updates in one program."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from .optimizer import (
     sum_of_squares,
     unscale_gradients,
     with_clipping,
+    with_value,
 )
 from .placement import SPACES, MemoryName, Space, put
 from .row_update import plan_rows, update_rows
@@ -124,8 +124,10 @@ def offload_train_step(
         head: ``head(others, x, batch, key) -> loss``, a scalar, or ``-> (loss, aux)`` with
             `head_has_aux`. With `weighted_loss` the loss is a pair.
         tx: an ``optax.GradientTransformation`` that treats every parameter separately, or
-            ``optax.MultiSteps`` of one. Its random numbers differ from layer to layer, see
-            `stream_update`.
+            ``optax.MultiSteps`` of one. Masks and labels get `OffloadParams`, with the paths of all
+            parameters, and None in place of those that are not updated at the time. It gets the
+            loss as `value`, if it takes this argument. Its random numbers differ from layer to
+            layer, see `stream_update`.
         fuse_update: whether to update inside the backward pass. Not with `loss_scale`,
             `skip_nonfinite` or ``clip_by="global"``, which depend on all gradients.
         clip_norm: the largest norm of the gradients, above 0. If None, they are not clipped.
@@ -188,7 +190,8 @@ def offload_train_step(
     Raises:
         ValueError: for `fuse_update` with `loss_scale`, `skip_nonfinite` or clipping by the global
             norm; for `clip_by` without `clip_norm`; for `prefetch` or `resident_slices` with a list
-            of layers; if `stream_update` rejects tx; if `num_microbatches` does not divide the
+            of layers; if `stream_update` rejects tx; if a mask or label of tx selects no trained
+            parameter; if `num_microbatches` does not divide the
             batch; and as `offload_scan`.
         TypeError: if an argument is not an array, a key or a state, if a trained parameter is an
             integer, or if embed or head return other results than the options describe.
@@ -293,8 +296,8 @@ class StepConfig(NamedTuple):
 
 @follow_arrays
 def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> StepResult:
-    spec = config.spec
-    num_layers, layers, others = check_state(spec, state)
+    spec, layers, others = check_state(config.spec, state)
+    config, num_layers = config._replace(spec=spec), spec.layers.count(state.layers)
     num_microbatches = config.options.num_microbatches
     check_microbatches(batch, num_microbatches, "batch")
     scale = _gradient_scale(config, state)
@@ -314,10 +317,11 @@ def _step(config: StepConfig, state: OffloadState, batch: Any, key: Any) -> Step
         update = _update_fused(config, state, done, head, embed_vjp)
     else:
         update = _update_apart(config, state, layers.trained, done, head, embed_vjp, scale)
+    loss = head.loss
     if config.skip_nonfinite:
         head = _skip_head(update.finite, head, state.model_state)
     trained_others, others_state = _update_others(
-        config, others.trained, state.others_state, update, scale, num_layers
+        config, others.trained, state.others_state, update, loss, scale, num_layers
     )
     grad_norm = state.grad_norm
     if spec.keeps_grad_norm:  # a step that is skipped keeps the norm
@@ -357,10 +361,10 @@ def _update_fused(
     config: StepConfig, state: OffloadState, done: ForwardPass, head: HeadResult, embed_vjp: Any
 ) -> _LayersUpdate:
     """Update each slice of the layers inside the backward pass."""
-    layers, clip = config.spec.layers, None
+    layers, clip = config.spec.layers.map_tx(lambda tx: with_value(tx, head.loss)), None
     if config.clip_norm is not None:
         clip = make_clip(config.clip_norm, config.clip_by, state.grad_norm)
-        layers = dataclasses.replace(layers, tx=with_clipping(layers.tx, clip))
+        layers = layers.map_tx(lambda tx: with_clipping(tx, clip))
     trained, layers_state, stats, dx = layers.backward_and_update(done, head.dy, state.layers_state)
     grads = jax.tree.map(jnp.add, head.grads, embed_vjp(dx))
     stats = stats.add(grads, None)
@@ -387,7 +391,9 @@ def _update_apart(
     if config.clip_norm is not None:
         limited = norm if config.clip_by == "global" else state.grad_norm
         clip = make_clip(config.clip_norm, config.clip_by, limited)
-    layers = dataclasses.replace(layers, tx=adjust_optimizer(layers.tx, finite, clip, scale))
+    layers = layers.map_tx(
+        lambda tx: adjust_optimizer(with_value(tx, head.loss), finite, clip, scale)
+    )
     trained, layers_state = layers.update(layer_grads, state.layers_state, trained)
     return _LayersUpdate(trained, layers_state, grads, finite, norm, clip)
 
@@ -397,16 +403,17 @@ def _update_others(
     trained: Tree,
     others_state: Tree,
     update: _LayersUpdate,
+    loss: jax.Array,
     scale: jax.Array | None,
     num_layers: int,
 ) -> tuple[Tree, Tree]:
     """Return the new parameters of `others` and their state."""
-    grads, clip, tx = update.grads, update.clip, config.spec.layers.tx
+    grads, clip, tx = update.grads, update.clip, config.spec.others_tx
     if config.clip_norm is not None and config.clip_by == "layer":
         # The optimizer may get a few rows at a time, but the norm is that of all others.
         squares = sum_of_squares(grads if scale is None else unscale_gradients(grads, scale))
         clip = make_clip(config.clip_norm, "global", jnp.sqrt(squares))
-    adjusted = adjust_optimizer(tx, update.finite, clip, scale)
+    adjusted = adjust_optimizer(with_value(tx, loss), update.finite, clip, scale)
     if config.spec.others_in == "host":
         plan = plan_rows(tx, trained)
         return update_rows(adjusted, plan, trained, others_state, grads, num_layers)

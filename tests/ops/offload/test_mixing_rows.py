@@ -9,9 +9,21 @@ import optax
 import pytest
 
 from effjax.ops.offload import mixing, row_update
-from effjax.ops.offload.optimizer import apply_optimizer, make_clip, with_clipping
+from effjax.ops.offload.optimizer import (
+    OffloadParams,
+    apply_optimizer,
+    make_clip,
+    with_clipping,
+    with_full_paths,
+)
 from effjax.ops.offload.row_update import find_mixing, plan_rows, update_rows
-from effjax.optimizers import adamw_8bit, in_float32, scale_by_adam_8bit, stochastic_rounding
+from effjax.optimizers import (
+    adamw_8bit,
+    in_24_bits,
+    in_float32,
+    scale_by_adam_8bit,
+    stochastic_rounding,
+)
 from tests.ops.offload.stacks import assert_close, to_numpy
 
 # adafactor factors moments of at least 128 rows and columns; 8-bit moments have blocks of 256.
@@ -42,8 +54,13 @@ SEPARATE = {
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
     "8-bit": lambda: adamw_8bit(1e-2, weight_decay=0.1),
     "scale_by_adam_8bit": scale_by_adam_8bit,
+    "24 bits": lambda: in_24_bits(optax.adam(1e-2)),
+    "others": lambda: with_full_paths(
+        optax.adamw(RATE, mask=lambda p: p._replace(others=is_matrix(p.others))),
+        lambda w: OffloadParams({}, w), lambda params: params.others,
+    ),
     "float32": lambda: optax.chain(in_float32(optax.adam(1e-2)), stochastic_rounding(0)),
-}
+}  # fmt: skip
 # They depend on other rows, on the number of rows, or are not known.
 MIXING = {
     "adafactor": lambda: optax.adafactor(1e-2),

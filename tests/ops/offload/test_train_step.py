@@ -7,10 +7,11 @@ import numpy as np
 import optax
 import pytest
 
+import effjax
 from effjax import offload_jit, offload_train_step, to_host
 from effjax.ops._common.platform import trace_for_platform
 from tests.ops.offload import reference
-from tests.ops.offload.stacks import KEY, POLICIES, assert_close, kinds
+from tests.ops.offload.stacks import KEY, LAYERS, POLICIES, assert_close, kinds
 from tests.ops.offload.steps import (
     ADAMW,
     APART,
@@ -109,6 +110,74 @@ def test_combined_options(form, name):
         new, _ = reference.partition(state.layers, lambda *args: not is_trained(*args))
         jax.tree.map(np.testing.assert_array_equal, new, frozen)
         np.testing.assert_array_equal(state.others["e"], others()["e"])
+
+
+def is_frozen(path, leaf):
+    return jax.tree_util.keystr(path).startswith((".layers[0]", ".layers['b']", ".others['e']"))
+
+
+def label(params):
+    labels = {True: "frozen", False: "trained"}
+    return jax.tree_util.tree_map_with_path(lambda *a: labels[is_frozen(*a)], params)
+
+
+def label_whole(form):
+    layers = [make_params(form), others()]
+    return label(effjax.OffloadParams(*layers))
+
+
+@vary("labels", [lambda form: label, label_whole], ids=["function", "tree"])
+@pytest.mark.parametrize("form", ["stack", "list"])
+def test_labels_have_the_paths_of_all_parameters(form, labels):
+    """A label by path freezes the same parameters as `trainable`."""
+    tx = optax.partition({"trained": ADAMW, "frozen": optax.set_to_zero()}, labels(form))
+    losses, (state, *_) = train(form, tx)
+    prefix = jax.tree_util.GetAttrKey("layers")
+    want = expected(
+        form,
+        trainable=lambda path, leaf: (
+            not is_frozen((prefix, *path), leaf) and (form == "stack" or is_trained(path, leaf))
+        ),
+        trainable_others=FROZEN["trainable_others"],
+    )
+    assert_close((losses, state.layers, state.others), want[:3], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("tx", "part"),
+    [
+        (optax.masked(SGD, lambda p: jax.tree.map(lambda _: False, p)), "a mask that is nowhere"),
+        (optax.partition({"a": SGD, "b": SGD}, effjax.OffloadParams("b", "b")), "the label 'a'"),
+    ],
+    ids=["mask", "label"],
+)
+def test_rejects_labels_that_select_nothing(tx, part):
+    init, _ = offload_train_step(*make_functions("stack"), tx)
+    with pytest.raises(ValueError, match=rf"`tx` has {part}.*\.layers\['a'\].*\.others\['u'\]"):
+        init(to_host(make_params("stack")), others())
+
+
+@vary("options", [{}, APART], ids=["fused", "apart"])
+def test_loss_reaches_the_optimizer(options):
+    """The steps become smaller as in optax when the loss does not decrease."""
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0)
+    tx, factors = optax.chain(ADAMW, plateau), (1.0, 1.0, 1.0)
+    losses, (state, *_) = train("stack", tx, factors, **options)
+    model = {"layers": reference.unstack(make_params("stack"), LAYERS), "others": others()}
+    functions, batches = make_functions("stack"), make_batches(TOKENS, factors)
+    run = (functions[0], [functions[1]] * LAYERS, functions[2])
+    opt_state, want = tx.init(model), []
+    for i, batch in enumerate(batches):
+        compute = lambda m, i=i, batch=batch: reference.compute_loss(  # noqa: E731
+            *run, m, (), batch, jax.random.fold_in(KEY, i), reference.Options()
+        )[0]
+        loss, grads = jax.jit(jax.value_and_grad(compute))(model)
+        updates, opt_state = tx.update(grads, opt_state, model, value=loss)
+        model = optax.apply_updates(model, updates)
+        want.append(loss)
+    got = losses, reference.unstack(state.layers, LAYERS), state.others
+    assert_close(got, (want, model["layers"], model["others"]), 1e-6)
+    assert opt_state[1].scale < 1
 
 
 @pytest.mark.parametrize("name", sorted(OF_STACKS))
