@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from ..optimizers import adamw_8bit, in_float32, stochastic_rounding
+from ..optimizers import adamw_8bit, in_24_bits, in_float32, stochastic_rounding
 
 B2 = 0.95  # decay rate of AdamW's second moment
 LOWEST = 0.1  # of the largest learning rate, at the start and at the end of a run with warmup
@@ -53,34 +53,57 @@ def make_sgd(
     )
 
 
-def make_adamw(
+def make_optimizer(
+    name: Literal["adamw", "adamw8bit", "muon"],
     schedule: optax.Schedule,
     weight_decay: float,
     *,
-    bits: Literal[8, 32] = 32,
+    master_copy: bool = False,
     seed: int = 0,
 ) -> optax.GradientTransformation:
-    """Return AdamW for a decoder, with weight decay on the matrices of linear layers only.
+    """Return the optimizer of a decoder, with weight decay on the matrices of linear layers only.
 
     Norms, biases and the embedding are not decayed. The update of a parameter does not depend on
     the others, so that layers can be updated one at a time.
 
+    Muon orthogonalizes the momentum of each matrix of a linear layer of the decoder's layers, and
+    multiplies it by 0.2 · sqrt(larger side), so that it is as large as AdamW's and has its learning
+    rates. Embedding, head, norms and biases have AdamW. ``optax.contrib.muon`` would send a stack
+    of layers, which has three axes, to Adam; here it gets one layer at a time, in two axes.
+
     Args:
+        name: AdamW with moments in 32 or in 8 bits, or Muon with a momentum in 32 bits.
         schedule: The learning rate, a function of the number of steps.
         weight_decay: The strength of the decay, multiplied by the learning rate.
-        bits: Bits of each moment.
-        seed: Seed of the stochastic rounding of bfloat16 parameters.
+        master_copy: Whether bfloat16 parameters have 8 more bits, see `in_24_bits`. Otherwise
+            they are rounded stochastically.
+        seed: Seed of the stochastic rounding.
+
+    References:
+        K. Jordan et al., Muon, 2024; J. Liu et al., Muon is Scalable for LLM Training, 2025
+        (arXiv:2502.16982).
     """
 
     def is_decayed(params: Any) -> Any:
         return jax.tree.map_with_path(lambda path, _: _is_matrix(path[-1].key), params)
 
+    def label(params: Any) -> Any:
+        def label_one(path: Any, _: Any) -> str:
+            return "muon" if path[-1].key.endswith("_proj.weight") else "adamw"
+
+        return jax.tree.map_with_path(label_one, params)
+
     options: dict[str, Any] = dict(b2=B2, weight_decay=weight_decay, mask=is_decayed)
-    if bits == 8:
-        adamw = adamw_8bit(schedule, **options)
+    if name == "adamw8bit":
+        optimizer = adamw_8bit(schedule, **options)
     else:
-        adamw = in_float32(optax.adamw(schedule, **options))
-    return optax.chain(adamw, stochastic_rounding(seed))
+        optimizer = optax.adamw(schedule, **options)
+    if name == "muon":
+        muon = optax.contrib.muon(schedule, weight_decay=weight_decay, consistent_rms=0.2)
+        optimizer = optax.partition({"muon": muon, "adamw": optimizer}, label)
+    if master_copy:
+        return in_24_bits(optimizer)
+    return optax.chain(in_float32(optimizer), stochastic_rounding(seed))
 
 
 def _is_matrix(name: str) -> bool:

@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 
 from .backends import nested_jaxprs
 from .optimizer import with_value
-from .trees import check_same_shapes, is_key
+from .trees import check_same_shapes, is_key, shapes_of
 
 # Layers are updated one at a time, so an optimizer must treat every parameter separately. For each
 # output of init and update, find the inputs that it depends on: i stands for parameter i or its
@@ -277,9 +277,12 @@ WRAPPERS = {
 }
 
 
-def find_mixing(tx: Any) -> str | None:
-    """Return the first transformation in `tx` that may mix rows, or None if there is none."""
-    return next((name for name, may_mix, _ in _walk(tx.update) if may_mix), None)
+def find_mixing(tx: Any, params: Any = None) -> str | None:
+    """Return the first transformation in `tx` that may mix rows, or None if there is none.
+
+    Transformations of labels that none of `params` has are left out.
+    """
+    return next((name for name, may_mix, _ in _walk(tx.update, params) if may_mix), None)
 
 
 def find_row_factors(
@@ -322,14 +325,15 @@ def find_row_factors(
     return factors
 
 
-def _walk(update: Any) -> Iterator[tuple[str, bool, dict]]:
+def _walk(update: Any, params: Any = None) -> Iterator[tuple[str, bool, dict]]:
     """Yield (name, whether it may mix rows, closure) of each transformation in an update function.
 
-    A wrapper does not mix rows itself; what it wraps comes after it.
+    A wrapper does not mix rows itself; what it wraps comes after it. With `params`, without the
+    transformations of labels that none of them has.
     """
     owner = getattr(update, "__self__", None)
     if owner is not None:
-        yield from _walk_multi_steps(update, owner)
+        yield from _walk_multi_steps(update, owner, params)
         return
     code, space = getattr(update, "__code__", None), getattr(update, "__globals__", {})
     package = space.get("__name__", "").partition(".")[0]
@@ -337,23 +341,29 @@ def _walk(update: Any) -> Iterator[tuple[str, bool, dict]]:
     closure = dict(inspect.getclosurevars(update).nonlocals) if code else {}
     full_name = f"{package}.{name}" if package else name
     if name in WRAPPERS.get(package, ()):
-        wrapped = [inner for value in closure.values() for inner in _transformations(value)]
+        values = closure
+        if params is not None and full_name == "effjax.with_full_paths":
+            params = closure["put_in"](params)
+        if params is not None and full_name == "optax.partition":
+            labels = {*jax.tree.leaves(_select(closure["param_labels"], params))}
+            values = {name: tx for name, tx in closure["transforms"].items() if name in labels}
+        wrapped = [inner for value in values.values() for inner in _transformations(value)]
         yield full_name, not wrapped, closure
         for inner in wrapped:
-            yield from _walk(inner)
+            yield from _walk(inner, params)
     else:
         is_separate = name in SEPARATE_ROWS.get(package, ())
         yield full_name, not (is_separate and all(map(_is_number, closure.values()))), closure
 
 
-def _walk_multi_steps(update: Any, owner: Any) -> Iterator[tuple[str, bool, dict]]:
+def _walk_multi_steps(update: Any, owner: Any, params: Any) -> Iterator[tuple[str, bool, dict]]:
     kind = type(owner)
     is_own = kind.__module__.partition(".")[0] == "optax" and kind.__name__ == "MultiSteps"
     if is_own and update.__func__ is kind.update:
         # Whether a step is skipped may depend on all rows; by default none is.
         skip = getattr(owner._should_skip_update_fn, "__code__", None)
         if skip and skip.co_qualname.startswith("MultiSteps.__init__.<locals>"):
-            yield from _walk(owner._opt.update)
+            yield from _walk(owner._opt.update, params)
             return
     yield f"{kind.__module__.partition('.')[0]}.{kind.__name__}", True, {}
 
@@ -382,16 +392,20 @@ def _is_number(value: Any) -> bool:
 def _selections(tx: Any, params: Any) -> list:
     """Return the parameters that masks and labels of `tx` select, for the shapes `params`."""
     found: list = []
-
-    def select(fun: Callable) -> None:
-        jax.eval_shape(lambda params: found.append(fun(params)), params)
-
     for name, _, closure in _walk(tx.update):
         if name == "effjax.with_full_paths":
             params = closure["put_in"](params)
         if name in _SELECTORS and callable(closure[_SELECTORS[name]]):
-            select(closure[_SELECTORS[name]])
+            found.append(_select(closure[_SELECTORS[name]], params))
     return [jax.tree.flatten(tree) for tree in found]
+
+
+def _select(selector: Any, params: Any) -> Any:
+    """Return the mask or the labels for the shapes `params`."""
+    found = [selector]
+    if callable(selector):
+        jax.eval_shape(lambda params: found.append(selector(params)), params)
+    return found[-1]
 
 
 def check_selections(tx: Any, params: Sequence[Any], name: str) -> None:
@@ -419,8 +433,7 @@ def check_selections(tx: Any, params: Sequence[Any], name: str) -> None:
             continue  # of an optimizer of optax, such as muon, which may find none
         found: set = set()
         for tree in params:
-            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
-            found |= {*jax.tree.leaves(selector(shapes) if callable(selector) else selector)}
+            found |= {*jax.tree.leaves(_select(selector, shapes_of(tree)))}
         if kind == "optax.masked":
             missing = [] if any(found) else ["a mask that is nowhere True"]
         else:

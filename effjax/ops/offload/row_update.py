@@ -80,7 +80,7 @@ def plan_rows(tx: Any, params: Tree) -> RowPlan:
     owners = find_owners(tx, shapes)
     if any(len(owner) > 1 for owner in owners):  # in the state only, such as a norm for logging
         return plan
-    mixing = find_mixing(tx)
+    mixing = find_mixing(tx, shapes)
     for j, a in enumerate(leaves):
         of_leaf = [k for k, owner in enumerate(owners) if owner == {j}]
         num_bytes = 2 * _num_bytes(a) + sum(_num_bytes(state[k]) for k in of_leaf)

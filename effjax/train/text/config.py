@@ -23,6 +23,7 @@ from ..errors import TrainError
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 Offload = Literal["none", "activations", "params", "all"]
 Policy = Literal["recompute", "dots", "everything"]
+ParamDtype = Literal["bfloat16", "bfloat16-24", "float32"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,9 +62,10 @@ class TextConfig(RunConfig):
         group=MODEL,
         check=COUNT,
     )
-    param_dtype: Literal["bfloat16", "float32"] = option(
+    param_dtype: ParamDtype = option(
         "float32",
-        help="Dtype of the parameters. Updated bfloat16 parameters are rounded stochastically.",
+        help="Dtype of the parameters. Updated bfloat16 parameters are rounded stochastically; "
+        "bfloat16-24 keeps 8 more bits of each for the updates.",
         group=MODEL,
     )
     steps: int | None = option(None, help="Steps to train.", group=OPTIMIZATION, check=COUNT)
@@ -76,8 +78,11 @@ class TextConfig(RunConfig):
     batch_size: int = option(
         8, help="Examples per step, over all devices.", group=OPTIMIZATION, check=COUNT
     )
-    optimizer: Literal["adamw", "adamw8bit"] = option(
-        "adamw", help="AdamW with moments in 32 or in 8 bits.", group=OPTIMIZATION
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = option(
+        "adamw",
+        help="AdamW with moments in 32 or in 8 bits; or Muon for the matrices of each layer, and "
+        "AdamW for the rest.",
+        group=OPTIMIZATION,
     )
     learning_rate: float | None = option(
         None, help="Largest learning rate.", group=OPTIMIZATION, check=POSITIVE
@@ -106,6 +111,11 @@ class TextConfig(RunConfig):
     seed: int = inherit(
         RunConfig, "seed", help="Seed of parameters or adapters, order and stochastic rounding."
     )
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of the parameters, without the bits that the optimizer keeps."""
+        return self.param_dtype.removesuffix("-24")
 
     @property
     def row_length(self) -> int:
@@ -246,9 +256,7 @@ class FinetuneConfig(TextConfig):
         group=MODEL,
         check=POSITIVE,
     )
-    param_dtype: Literal["bfloat16", "float32"] = inherit(
-        TextConfig, "param_dtype", default="bfloat16"
-    )
+    param_dtype: ParamDtype = inherit(TextConfig, "param_dtype", default="bfloat16")
     epochs: int = option(3, help="Passes over the rows.", group=OPTIMIZATION, check=COUNT)
     steps: int | None = inherit(
         TextConfig, "steps", help="Steps to train. (default: those of --epochs)"
@@ -292,6 +300,10 @@ class FinetuneConfig(TextConfig):
             raise TrainError(f"`max_length` (={self.max_length}) must be at least 2")
         if self.lora_alpha is not None and self.lora is None:
             raise TrainError(f"`lora_alpha` (={self.lora_alpha}) needs `lora`")
+        if self.lora is not None and self.optimizer == "muon":
+            raise TrainError(
+                "`optimizer` (=muon) trains the matrices of layers, not the adapters of `lora`"
+            )
         rate = self.learning_rate
         if rate is None:
             rate = FULL_RATE if self.lora is None else LORA_RATE

@@ -23,7 +23,7 @@ from ...models import (
 )
 from ...models.decoder import Params
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
-from ..optimizers import make_adamw, make_schedule
+from ..optimizers import make_optimizer, make_schedule
 from .config import FinetuneConfig, LMConfig, Offload, Policy, TextConfig
 
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # suffixes of the names of adapters
@@ -59,7 +59,7 @@ def byte_decoder(config: LMConfig) -> DecoderConfig:
         intermediate_size=-(-8 * width // (3 * multiple)) * multiple,
         num_hidden_layers=config.layers, num_attention_heads=heads,
         num_key_value_heads=heads, head_dim=width // heads,
-        dtype=config.param_dtype,
+        dtype=config.stored_dtype,
         other_settings=json.dumps({"initializer_range": width**-0.5}),
     )  # fmt: skip
 
@@ -89,9 +89,10 @@ def learning_rate_schedule(config: TextConfig) -> optax.Schedule:
 
 
 def _make_optimizer(config: TextConfig) -> optax.GradientTransformation:
-    bits = 8 if config.optimizer == "adamw8bit" else 32
-    schedule = learning_rate_schedule(config)
-    return make_adamw(schedule, config.weight_decay, bits=bits, seed=config.seed)
+    return make_optimizer(
+        config.optimizer, learning_rate_schedule(config), config.weight_decay,
+        master_copy=config.param_dtype == "bfloat16-24", seed=config.seed,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

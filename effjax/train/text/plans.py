@@ -45,7 +45,7 @@ def read_model(config: TextConfig) -> DecoderConfig:
     assert isinstance(config, FinetuneConfig)
     if config.checkpoint is None:
         raise TrainError("finetune needs CHECKPOINT, the config.json of a model or its folder.")
-    return find_base(config.checkpoint, config.param_dtype, allow_file=True).model
+    return find_base(config.checkpoint, config.stored_dtype, allow_file=True).model
 
 
 def training_step(

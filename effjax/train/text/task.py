@@ -114,7 +114,7 @@ def _read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base
     if not config.checkpoint or not config.data:
         missing = "`data`" if config.checkpoint else "CHECKPOINT"
         raise TrainError(f"{missing} is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl.")
-    base = find_base(config.checkpoint, config.param_dtype)
+    base = find_base(config.checkpoint, config.stored_dtype)
     # Templates write a date. A run that continues needs the date of its beginning.
     date = _parse_date(config.date) if config.date else datetime.date.today()
     tokenizer = load_tokenizer(base.folder, date)

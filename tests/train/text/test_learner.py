@@ -13,7 +13,7 @@ import pytest
 from effjax import offload_jit
 from effjax.models import DecoderConfig, decoder_functions, scan_layers
 from effjax.train.mesh import global_batch, make_mesh
-from effjax.train.optimizers import make_adamw
+from effjax.train.optimizers import make_optimizer
 from effjax.train.text.learner import DecoderLearner, is_adapter
 from tests.tiers import vary
 
@@ -36,10 +36,10 @@ def make_batch():
     }
 
 
-def make_learner(devices=1, dtype="float32", bits=32, **options):
+def make_learner(devices=1, dtype="float32", name="adamw", master_copy=False, **options):
     mesh = make_mesh(options.pop("mesh", None), jax.devices()[:devices])
     model = dataclasses.replace(MODEL, dtype=dtype)
-    optimizer = make_adamw(lambda _: RATE, DECAY, bits=bits)
+    optimizer = make_optimizer(name, lambda _: RATE, DECAY, master_copy=master_copy)
     return DecoderLearner(model=model, optimizer=optimizer, mesh=mesh, **options)
 
 
@@ -70,7 +70,7 @@ def train(learner):
 
 
 @functools.cache
-def by_hand(clip_norm=None):
+def by_hand(clip_norm=None, name="adamw"):
     """Return the losses and the parameters of plain JAX and optax in float64."""
     params = jax.device_get(make_learner().random_params(0))
     with jax.enable_x64(True):
@@ -90,6 +90,19 @@ def by_hand(clip_norm=None):
             )
 
         tx = optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=is_decayed)
+        if name == "muon":
+            # The first axis of a stack is that of the layers.
+            axes = optax.contrib.MuonDimensionNumbers(1, 2)
+            muon = optax.contrib.muon(
+                RATE, weight_decay=DECAY, consistent_rms=0.2,
+                muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: axes, params),
+            )  # fmt: skip
+            tx = optax.partition(
+                {True: muon, False: tx},
+                lambda params: jax.tree.map_with_path(
+                    lambda path, _: "proj" in path[-1].key, params
+                ),
+            )
         if clip_norm is not None:
             tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
         state, losses = tx.init(params), []
@@ -123,6 +136,31 @@ def test_steps_match_optax(form):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(np.asarray(a), b, atol=2e-4), got, expected
         )
+
+
+@vary("offload", ["all", "none"])
+def test_muon_orthogonalizes_the_matrix_of_each_layer(offload):
+    learner = make_learner(name="muon", offload=offload, fuse_update=offload == "all")
+    losses, state = train(learner)
+    want, (layers, others) = by_hand(name="muon")
+    np.testing.assert_allclose(losses, want, rtol=1e-4)
+    assert abs(want[-1] - by_hand()[0][-1]) > 1e-2
+    for got, expected in ((state.model.layers, layers), (state.model.others, others)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(np.asarray(a), b, atol=1e-3), got, expected
+        )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["muon", "adamw8bit"])
+def test_offloaded_master_copies_equal_those_in_memory(optimized, name):
+    """Muon and 8-bit moments, with parameters of 24 bits, to the bit."""
+    options = dict(name=name, dtype="bfloat16", master_copy=True, fuse_update=True)
+    (losses, state), (want, in_memory) = (
+        train(make_learner(offload=offload, **options)) for offload in ("all", "none")
+    )
+    assert losses == want
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(in_memory))
 
 
 @pytest.mark.exhaustive
@@ -200,7 +238,7 @@ def test_bfloat16_parameters():
 
 def test_8_bit_moments():
     wide = dataclasses.replace(MODEL, hidden_size=64, intermediate_size=96)
-    learner = dataclasses.replace(make_learner(bits=8, **OFFLOADED), model=wide)
+    learner = dataclasses.replace(make_learner(name="adamw8bit", **OFFLOADED), model=wide)
     losses, state = train(learner)
     assert losses[-1] < losses[0] - 0.2
     codes = [a for a in jax.tree.leaves(state.model.layers_state) if a.dtype.itemsize == 1]
@@ -210,7 +248,7 @@ def test_8_bit_moments():
 
 def test_the_optimizer_works_leaf_by_leaf():
     """The update of a parameter does not depend on the others."""
-    optimizer = make_adamw(optax.constant_schedule(0.1), 0.1)
+    optimizer = make_optimizer("adamw", optax.constant_schedule(0.1), 0.1)
     params = {"a_proj.weight": jnp.ones((3, 2)), "norm.weight": jnp.ones(2)}
 
     def first(params):
