@@ -41,6 +41,7 @@ SUBJECTS = {
     "language-model-table": "planned memory and modelled time of fine-tuning 8B to 70B on a GPU",
     "packed-rows": "modelled time of fine-tuning on packed rows and on rows without segments",
     "optimizers": "test loss of a small model with low-precision optimizers",
+    "optimizers-offload": "planned steps with a master copy of 24 bits and with Muon",
     "optimizers-memory": "planned memory of the update of a large matrix by optimizer",
     "planner": "seconds of a plan by the depth of the model",
     "cross-entropy": "planned memory of the gradients of a large vocabulary",

@@ -23,7 +23,8 @@ from effjax.memory.compiler.process import open_pipe
 from effjax.memory.devices import find_target
 from effjax.memory.plan import start_plan
 from effjax.models import DecoderConfig, Llama3RopeScaling, decoder_functions, decoder_shapes
-from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
+from effjax.optimizers import adamw_8bit, in_24_bits, in_float32, stochastic_rounding
+from effjax.train.optimizers import make_optimizer
 
 from .language_model import QWEN3_8B, count_parameters, traffic
 from .measure import need_compiler
@@ -34,8 +35,10 @@ CLIP_NORM = 1.0
 MEMORY_FRACTION = 0.95
 MLP_CHUNK = 4096  # positions, of longer sequences
 OPTIMIZERS = {
-    "float32": lambda: in_float32(optax.adamw(RATE)),
-    "8-bit": lambda: adamw_8bit(RATE),
+    "float32": lambda: optax.chain(in_float32(optax.adamw(RATE)), stochastic_rounding(0)),
+    "8-bit": lambda: optax.chain(adamw_8bit(RATE), stochastic_rounding(0)),
+    "24 bits, 8-bit": lambda: in_24_bits(adamw_8bit(RATE)),
+    "Muon": lambda: make_optimizer("muon", optax.constant_schedule(RATE), 0.0),
 }
 # Bytes of a parameter in bfloat16 and of its moments. An 8-bit moment has a float32 scale for each
 # block of 256 values.
@@ -121,7 +124,7 @@ def make_step(config: DecoderConfig, moments: str, form: Form) -> Any:
     """Return (init, step) of `effjax.offload_train_step`."""
     return offload_train_step(
         *decoder_functions(config, mlp_chunk_size=form.mlp_chunk_size),
-        optax.chain(OPTIMIZERS[moments](), stochastic_rounding(0)),
+        OPTIMIZERS[moments](),
         clip_norm=CLIP_NORM, clip_by="previous", weighted_loss=True,
         params_in=form.memory, others_in=form.memory,
     )  # fmt: skip

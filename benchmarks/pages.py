@@ -350,6 +350,16 @@ def optimizer_losses() -> Iterator[Cells]:
         yield [show(name), f"{row['loss']:.3f}", f"{low:.3f}–{high:.3f}"]
 
 
+def optimizer_master_copies() -> Iterator[Cells]:
+    yield ["", "losses of the seeds", "relative to float32 Adam"]
+    rows = by_name("cpu/optimizers_24_bits.json")
+    reference = rows["plain float32 Adam"]["losses"]
+    for name, row in rows.items():
+        pairs = zip(row["losses"], reference, strict=True)
+        changes = ", ".join(f"{100 * (loss / of - 1):+.2f} %" for loss, of in pairs)
+        yield [show(name), ", ".join(f"{a:.4f}" for a in row["losses"]), changes]
+
+
 def optimizer_memory() -> Iterator[Cells]:
     yield ["", "peak [GB]", "temporaries [GB]", "temporaries per parameter"]
     for name, row in by_name("planned/optimizers_matrix_h100.json").items():
@@ -407,7 +417,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             peak_by_depth, kept_by_depth, dense_block, densenet, batch_norm, batch_norm_layers,
             cross_entropy, deform_conv, deform_attention, roi, gpu_sampling, sass, offload_by_depth,
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
-            overlap, resnet, optimizer_losses, optimizer_memory, packed_rows, fit, tpu_memory,
+            overlap, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory, packed_rows, fit, tpu_memory,
             tpu_traffic, tpu_all_reduces,
         )
     },

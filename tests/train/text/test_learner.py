@@ -36,7 +36,7 @@ def make_batch():
     }
 
 
-def make_learner(devices=1, dtype="float32", name="adamw", master_copy=False, **options):
+def make_learner(devices=1, dtype="float32", name: Any = "adamw", master_copy=False, **options):
     mesh = make_mesh(options.pop("mesh", None), jax.devices()[:devices])
     model = dataclasses.replace(MODEL, dtype=dtype)
     optimizer = make_optimizer(name, lambda _: RATE, DECAY, master_copy=master_copy)
@@ -155,7 +155,7 @@ def test_muon_orthogonalizes_the_matrix_of_each_layer(offload):
 @pytest.mark.parametrize("name", ["muon", "adamw8bit"])
 def test_offloaded_master_copies_equal_those_in_memory(optimized, name):
     """Muon and 8-bit moments, with parameters of 24 bits, to the bit."""
-    options = dict(name=name, dtype="bfloat16", master_copy=True, fuse_update=True)
+    options: dict[str, Any] = dict(name=name, dtype="bfloat16", master_copy=True, fuse_update=True)
     (losses, state), (want, in_memory) = (
         train(make_learner(offload=offload, **options)) for offload in ("all", "none")
     )
