@@ -375,7 +375,7 @@ def in_24_bits(inner: optax.GradientTransformation) -> optax.GradientTransformat
     `inner` gets the master copy and the gradients in float32. The sum of the master copy and the
     update is rounded to the nearest number of 24 bits, a relative error of at most 2⁻¹⁶ (a
     bfloat16 number has 2⁻⁸), and split. p is the nearest bfloat16 number of the sum. Updates below
-    2⁻¹⁷ of a parameter are lost; with `stochastic_rounding` they would be kept on average. ::
+    2⁻¹⁶ of a parameter can be lost; with `stochastic_rounding` they would be kept on average. ::
 
         in_24_bits(adamw_8bit(1e-3))
 
