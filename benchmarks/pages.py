@@ -417,8 +417,8 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             peak_by_depth, kept_by_depth, dense_block, densenet, batch_norm, batch_norm_layers,
             cross_entropy, deform_conv, deform_attention, roi, gpu_sampling, sass, offload_by_depth,
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
-            overlap, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory, packed_rows, fit, tpu_memory,
-            tpu_traffic, tpu_all_reduces,
+            overlap, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
+            packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),
