@@ -78,7 +78,7 @@ EXTERNAL = {
     "validation": {"jax", "numpy", "optax"},
     "train": {"jax", "numpy", "optax", "orbax", "tensorstore", "rich", "matplotlib"},
     "train.images": FLAX | {"optax", "rich", "sklearn", "PIL"},
-    "train.text": {"jax", "numpy", "optax", "rich", "tokenizers", "jinja2"},
+    "train.text": {"jax", "numpy", "optax", "rich", "tokenizers", "jinja2", "huggingface_hub"},
     "cli": {"jax", "rich", "typer", "matplotlib", "yaml"},
 }
 

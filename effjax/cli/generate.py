@@ -1,7 +1,6 @@
 """`effjax generate`."""
 
 import functools
-from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Argument, Option
@@ -13,10 +12,11 @@ from .errors import CommandError
 
 def generate(
     checkpoint: Annotated[
-        Path,
+        str,
         Argument(
             help="Folder of a Llama, Mistral or Qwen model in Hugging Face's layout, of a run of "
-            "effjax finetune, or of a LoRA adapter.",
+            "effjax finetune, or of a LoRA adapter; or the name of a model or an adapter on the "
+            "Hub.",
             show_default=False,
         ),
     ],
@@ -27,6 +27,13 @@ def generate(
             metavar="TEXT",
         ),
     ],
+    base: Annotated[
+        str | None,
+        Option(
+            help="The base model of an adapter. (default: the one that the adapter names)",
+            show_default=False,
+        ),
+    ] = None,
     chat: Annotated[
         bool | None,
         Option(
@@ -80,7 +87,7 @@ def generate(
     from ..train.report import LoadBar, print_line
     from ..train.text.generate import count_new_tokens, decode, find_model, generate_tokens
 
-    model = find_model(checkpoint, dtype, datetime.date.today())
+    model = find_model(checkpoint, dtype, datetime.date.today(), base)
     has_template = model.tokenizer.template is not None
     chat = has_template if chat is None else chat
     if chat and not has_template:

@@ -89,6 +89,7 @@ def save_adapter(
     scale: float,
     *,
     base_model: str | None = None,
+    base_revision: str | None = None,
     layers_prefix: str = LAYERS_PREFIX,
     overwrite: bool = False,
     require_finite: bool = False,
@@ -102,6 +103,7 @@ def save_adapter(
         layers: Arrays as `load_adapter` returns them.
         scale: The factor of ``B @ A``, written as ``lora_alpha / r``.
         base_model: The name or folder of the model that is adapted, for PEFT.
+        base_revision: The commit of a model on the Hub.
         layers_prefix: What stands before the number of a layer in the base model.
         overwrite: Whether to replace an older adapter, as in `save_checkpoint`.
         require_finite: Whether to refuse arrays with NaN or infinity.
@@ -120,6 +122,7 @@ def save_adapter(
     scale = as_number("scale", scale, lambda scale: math.isfinite(scale * rank), "finite")
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
+        "revision": base_revision,
         "r": rank, "lora_alpha": _find_alpha(scale, rank), "lora_dropout": 0.0, "bias": "none",
         "target_modules": sorted(name.removesuffix(A) for name in layers if name.endswith(A)),
         "fan_in_fan_out": False, "inference_mode": True,

@@ -89,7 +89,8 @@ def test_resume_with_moved_files(run_finetune, run_without_training, tmp_path):
     [
         (None, [], "CHECKPOINT is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl"),
         (None, ["base"], "--data is missing"),
-        (None, ["Qwen/Qwen3-8B", *ROWS], "Qwen/Qwen3-8B: not found. Give the folder of"),
+        ("offline", ["a/b", *ROWS], "a/b: not found: neither a path nor a model in the cache"),
+        (None, ["./Qwen3-8B", *ROWS], "./Qwen3-8B: not found. Give the folder of"),
         (None, ["base/config.json", *ROWS], "base/config.json: is a file. Give the folder"),
         (None, ["base", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (None, ["base", *ROWS, "--batch-size", "3"], "divisible by the number of devices (=8)"),
@@ -111,6 +112,8 @@ def test_bad_input_is_one_line(run_finetune, tmp_path, monkeypatch, change, argv
         lines = (folder / "rows.jsonl").read_text().splitlines()
         lines[2] = json.dumps({"prompt": "a", "completion": 5})
         (folder / "rows.jsonl").write_text("\n".join(lines))
+    elif change == "offline":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     elif change == "no package":
         monkeypatch.setitem(sys.modules, "tokenizers", None)
     code, out, err = run_finetune(*argv)

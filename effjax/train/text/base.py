@@ -15,6 +15,7 @@ from ...convert.checkpoint import IGNORED, check_checkpoint, complete_replacemen
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
 from ..run_directory import RunDirectory
+from .hub import Repository, download, parse_name
 
 # The other files of a checkpoint, which an export copies if they exist.
 TOKENIZER_FILES = (
@@ -25,6 +26,9 @@ TOKENIZER_FILES = (
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MODEL, ADAPTER = "model", "adapter"  # folders of a run, written at its end
 ADAPTER_CONFIG = "adapter_config.json"
+# What is downloaded of a repository. `*` also matches folders, such as those of other formats.
+WEIGHT_FILES = "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"
+ADAPTER_FILES = ADAPTER_CONFIG, "adapter_model.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +38,17 @@ class Base:
     Attributes:
         folder: Its folder, an absolute path.
         model: The content of config.json, with the dtype that the parameters have in the run.
+        repository: The repository of the Hub that it comes from, with its commit; None for a path.
     """
 
     folder: Path
     model: DecoderConfig
+    repository: Repository | None = None
+
+    @property
+    def path(self) -> str:
+        """The folder, or the name on the Hub."""
+        return str(self.repository or self.folder)
 
     @functools.cached_property
     def config_sha256(self) -> str:
@@ -116,9 +127,10 @@ def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> B
     """Read the config.json of a checkpoint.
 
     Args:
-        path: The folder of the checkpoint.
+        path: The folder of the checkpoint, or its name on the Hub, which is downloaded.
         param_dtype: The dtype of the parameters in the run. None for that of config.json.
-        allow_file: Whether the path may be that of config.json, which suffices for a plan.
+        allow_file: Whether the path may be that of config.json, which suffices for a plan. Of a
+            repository, only this file is downloaded then.
 
     Raises:
         DataError: It cannot be read, or the network is unsupported.
@@ -126,10 +138,14 @@ def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> B
     folder = Path(os.path.realpath(path))
     with contextlib.suppress(OSError):  # a folder that must not be changed
         complete_replacement(folder)
+    repository = parse_name(path)
+    if repository is not None:
+        others = () if allow_file else (*TOKENIZER_FILES, *WEIGHT_FILES)
+        folder, repository = download(repository, ("config.json", *others))
     if not folder.exists():
         raise DataError(
             f"{path}: not found. Give the folder of a checkpoint with config.json, tokenizer.json "
-            "and .safetensors files, such as `hf download NAME --local-dir FOLDER` makes."
+            "and .safetensors files, or the name of a model on the Hub, such as Qwen/Qwen3-8B."
         )
     if RunDirectory(folder).is_run():
         hint = f"{path}/{MODEL}" if (folder / MODEL).is_dir() else "the folder of a checkpoint"
@@ -149,4 +165,4 @@ def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> B
         message = str(error)  # names the file only if it is not JSON
         prefix = "" if message.startswith(str(folder)) else f"{path}: "
         raise DataError(f"{prefix}{message}") from error
-    return Base(folder, dataclasses.replace(model, dtype=param_dtype or model.dtype))
+    return Base(folder, dataclasses.replace(model, dtype=param_dtype or model.dtype), repository)

@@ -202,15 +202,17 @@ class LMConfig(TextConfig):
 class FinetuneConfig(TextConfig):
     """Options of `effjax finetune`.
 
-    `prepare` fills in `steps` and `date`, and makes the path of the checkpoint absolute.
+    `prepare` fills in `steps` and `date`, and makes the path of the checkpoint absolute. The name
+    of one on the Hub then has its commit.
     """
 
     COMMAND: ClassVar[str] = "finetune"
 
     checkpoint: str | None = option(
         None,
-        help="Folder of a Llama, Mistral or Qwen model in Hugging Face's layout: config.json, "
-        "tokenizer.json and .safetensors files. A plan needs config.json only.",
+        help="A Llama, Mistral or Qwen model in Hugging Face's layout: a folder with config.json, "
+        "tokenizer.json and .safetensors files, or a name on the Hub, such as Qwen/Qwen3-8B or "
+        "Qwen/Qwen3-8B@REVISION. A plan needs config.json only.",
         positional=True,
     )
     data: str | None = option(

@@ -22,9 +22,10 @@ from ...models import DecoderConfig, decoder_shapes
 from ...models.generate import Options, advance, start
 from ..errors import DataError, TrainError, counted, printable, quoted, unreadable
 from ..run_directory import RunDirectory
-from .base import ADAPTER, ADAPTER_CONFIG, MODEL, Base, find_base
+from .base import ADAPTER, ADAPTER_CONFIG, ADAPTER_FILES, MODEL, Base, find_base
 from .chat import Tokenizer, load_tokenizer
 from .config import FinetuneConfig
+from .hub import download, parse_name
 
 CONTENT = "effjax-turn"  # content of a turn; no template contains this text
 # Characters that are shown although they are not printable; two of them join letters and emoji.
@@ -155,26 +156,33 @@ class TextModel:
         return arrays, scale
 
 
-def find_model(path: Path, dtype: str | None, today: datetime.date) -> TextModel:
+def find_model(
+    name: str | Path, dtype: str | None, today: datetime.date, base_name: str | None = None
+) -> TextModel:
     """Find a checkpoint, the model or adapter of a run of `effjax finetune`, or an adapter.
 
     Args:
-        path: The folder.
+        name: The folder, or a name on the Hub.
         dtype: The dtype of the parameters. None for that of the checkpoint.
         today: The date that chat templates may write.
+        base_name: The model that an adapter belongs to, in place of the one that it names.
 
     Raises:
         DataError: None of them is in the folder, or its files are invalid.
+        TrainError: `base_name` is given for a checkpoint.
     """
-    adapter = None
+    path, adapter, checkpoint = Path(name), None, str(name)
+    if (repository := parse_name(str(name))) is not None:
+        # Of an adapter, this downloads its two files; of a checkpoint, nothing yet.
+        path, _ = download(repository, ("config.json", *ADAPTER_FILES))
     for name in (MODEL, ADAPTER):
         with contextlib.suppress(OSError):  # a run that must not be changed
             complete_replacement(path / name)
     if (path / MODEL / "config.json").is_file():
-        path = path / MODEL
+        checkpoint = str(path / MODEL)
     elif found := [p for p in (path / ADAPTER, path) if (p / ADAPTER_CONFIG).is_file()]:
         adapter = found[0]
-        path = _find_base_of(adapter)
+        checkpoint = base_name or find_base_of(adapter)
     elif path.is_dir() and (run := RunDirectory(path)).is_run():
         if run.read_config().get("command") != FinetuneConfig.COMMAND:
             raise DataError(f"{path}: not a run of effjax finetune. Give one, or a checkpoint.")
@@ -182,12 +190,14 @@ def find_model(path: Path, dtype: str | None, today: datetime.date) -> TextModel
             f"{path}: a run without {MODEL}/ and {ADAPTER}/, which effjax finetune writes at its "
             "end. Resume it, or give another run or a checkpoint."
         )
-    base = find_base(str(path), dtype)
+    if base_name is not None and adapter is None:
+        raise TrainError(f"--base {base_name} needs an adapter, and {name} is none.")
+    base = find_base(checkpoint, dtype)
     return TextModel(base, adapter, load_tokenizer(base.folder, today))
 
 
-def _find_base_of(adapter: Path) -> Path:
-    """Return the folder of the model that an adapter belongs to."""
+def find_base_of(adapter: Path) -> str:
+    """Return the folder of the model that an adapter belongs to, or its name on the Hub."""
     file = adapter / ADAPTER_CONFIG
     try:
         config = json.loads(file.read_bytes())
@@ -195,13 +205,16 @@ def _find_base_of(adapter: Path) -> Path:
         raise unreadable(file, error) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: is not JSON ({quoted(error)})") from error
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
-    if not isinstance(base, str) or not Path(base).is_dir():
-        raise DataError(
-            f"{file}: `base_model_name_or_path` (={base!r:.200}) must be the folder of the base "
-            "model. Correct the path."
-        )
-    return Path(base)
+    config = config if isinstance(config, dict) else {}
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if isinstance(base, str) and Path(base).is_dir():
+        return base
+    if isinstance(base, str) and (repository := parse_name(base)) is not None:
+        return str(repository._replace(revision=revision or repository.revision))
+    raise DataError(
+        f"{file}: `base_model_name_or_path` (={base!r:.200}) must be the folder of the base model, "
+        "or its name on the Hub. Give the base model with --base."
+    )
 
 
 def count_new_tokens(model: TextModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:

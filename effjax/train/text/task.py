@@ -126,9 +126,7 @@ def _read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base
         pack(part, config.max_length, config.packing) for part in (source.train, source.validation)
     )
     steps = config.steps or round_steps(config.epochs, len(train), config.batch_size)
-    config = dataclasses.replace(
-        config, checkpoint=str(base.folder), date=date.isoformat(), steps=steps
-    )
+    config = dataclasses.replace(config, checkpoint=base.path, date=date.isoformat(), steps=steps)
     return config, PackedRows(source, train, validation), base
 
 
@@ -277,8 +275,11 @@ class TextTask(Task[TextResult]):
                 save_checkpoint(folder, layers, others, config, copied_files=files, **options)
                 return
             adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
-            scale, path = self.learner.lora_scale, str(base.folder)
-            save_adapter(folder, adapters, scale, base_model=path, **options)
+            name, revision = base.repository or (str(base.folder), None)
+            save_adapter(
+                folder, adapters, self.learner.lora_scale,
+                base_model=name, base_revision=revision, **options,
+            )  # fmt: skip
         except ValueError as error:
             raise TrainError(
                 f"the parameters are not exported: {error} Use a `learning_rate` below "

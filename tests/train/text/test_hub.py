@@ -1,0 +1,66 @@
+"""Models by their names on the Hub, from a local server."""
+
+import datetime
+import shutil
+
+import pytest
+
+from effjax.train.errors import DataError
+from effjax.train.text.base import find_base
+from effjax.train.text.generate import find_model
+from tests.train.text.hub import COMMIT, serve
+from tests.train.text.small import finetune_task, write_base
+
+constants = pytest.importorskip("huggingface_hub.constants")
+NAME = "effjax-tests/tiny"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def server(base, tmp_path, monkeypatch):
+    """Serve the checkpoint; the variables of the environment are read when the Hub is imported."""
+    with serve(("model", NAME, base)) as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.chdir(tmp_path)
+        yield server
+
+
+def test_a_task_from_the_hub(server, base, monkeypatch):
+    assert find_base(NAME, None, allow_file=True).model == find_base(str(base), None).model
+    assert server.downloaded == ["config.json"]  # all that a plan needs
+    task = finetune_task(base, checkpoint=NAME)
+    # The commit is stored, so that a resumed run reads the same files.
+    assert task.config.checkpoint == f"{NAME}@{COMMIT}"
+    local = finetune_task(base)
+    assert task.base is not None and task.describe()["base"] == local.describe()["base"]
+    assert task.digest_base() == local.digest_base()
+    assert not {"rows.jsonl"} & set(server.downloaded)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_base(f"{NAME}@{COMMIT}", None).folder == find_base(NAME, None).folder
+
+
+def test_generates_from_the_hub(server):
+    model = find_model(NAME, None, datetime.date(2026, 1, 31))
+    assert str(model.base.repository) == f"{NAME}@{COMMIT}" and model.adapter is None
+
+
+def test_a_folder_has_precedence(server, base, tmp_path):
+    shutil.copytree(base, tmp_path / NAME)
+    assert find_base(NAME, None).folder == tmp_path / NAME and not server.downloaded
+
+
+def test_errors_are_one_line(server, monkeypatch):
+    with pytest.raises(
+        DataError, match="effjax-tests/other: not found: neither a path nor a public model"
+    ):
+        find_base("effjax-tests/other", None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="cannot be reached .HF_HUB_OFFLINE is set.. Give"):
+        find_base(NAME, None)
