@@ -78,7 +78,16 @@ EXTERNAL = {
     "validation": {"jax", "numpy", "optax"},
     "train": {"jax", "numpy", "optax", "orbax", "tensorstore", "rich", "matplotlib"},
     "train.images": FLAX | {"optax", "rich", "sklearn", "PIL"},
-    "train.text": {"jax", "numpy", "optax", "rich", "tokenizers", "jinja2", "huggingface_hub"},
+    "train.text": {
+        "jax",
+        "numpy",
+        "optax",
+        "rich",
+        "tokenizers",
+        "jinja2",
+        "huggingface_hub",
+        "datasets",
+    },
     "cli": {"jax", "rich", "typer", "matplotlib", "yaml"},
 }
 

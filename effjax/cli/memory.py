@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from ..memory.render import Report
 
 AS_GIVEN = "as given"  # the form of a step with the options that are given
-READ_BY_RUNS = "data", "validation_data", "init_from"  # options that a plan does not need
+# Options that a plan does not need.
+READ_BY_RUNS = (
+    "data", "data_weights", "columns", "chat_template", "validation_data", "init_from",
+)  # fmt: skip
 # Maps a batch size to the steps `(fun, *args)` by name.
 Steps = Callable[[int], Mapping[str, tuple[Any, ...]]]
 # Maps each name to a function from a batch size to the step.

@@ -200,7 +200,10 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
         if name in context.default_map:
             raise TrainError(f"--config {path}: {key!r:.120} is given twice.")
         if value is not None:
-            _check_yaml(f"--config {path}: {key!r:.120} (={value!r:.120})", value, params[name])
+            param = params[name]
+            if getattr(param, "multiple", False) and isinstance(value, str):
+                value = [value]
+            _check_yaml(f"--config {path}: {key!r:.120} (={value!r:.120})", value, param)
             context.default_map[name] = value
     return path
 

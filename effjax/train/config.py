@@ -23,7 +23,7 @@ MAX_SIZE, MAX_COUNT = 2**20, 2**31 - 1
 
 # Options that may change on `--resume`. They do not affect the result of a step with finite loss
 # and gradients, apart from rounding. Files may move: they are compared by their content.
-PATHS = "data", "validation_data", "checkpoint"
+PATHS = "data", "validation_data", "checkpoint", "chat_template"
 RESUMABLE_OPTIONS = *PATHS, "checkpoint_every", "keep", "on_nan", "mesh"
 
 
@@ -130,7 +130,7 @@ class RunConfig:
     UNIT: ClassVar[Literal["epoch", "step"]]
 
     # Each kind of run declares these.
-    data: str | None
+    data: str | list[str] | None
     validation: float
     batch_size: int
     learning_rate: float | None

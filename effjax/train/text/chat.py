@@ -17,6 +17,7 @@ Message = Mapping[str, Any]
 
 MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
 GENERATION_TAG = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
+CHAT_TEMPLATE = "chat_template.jinja"  # the file of a checkpoint
 REASONING = "reasoning_content", "thinking", "reasoning"  # names of a field in data sets
 
 
@@ -45,6 +46,7 @@ class Tokenizer:
         messages: Sequence[Message],
         add_generation_prompt: bool = False,
         tools: list[Any] | None = None,
+        variables: Mapping[str, Any] = {},
     ) -> str:
         """Return a conversation as text, as `apply_chat_template` of transformers does.
 
@@ -52,14 +54,19 @@ class Tokenizer:
             messages: The turns. Each has a `role` and a `content`.
             add_generation_prompt: Whether to end with the beginning of an assistant turn.
             tools: JSON schemas of functions.
+            variables: Further variables of the template, as `chat_template_kwargs` of transformers.
 
         Raises:
             DataError: The checkpoint lacks a template, or it does not accept the messages.
         """
-        return self._render(messages, add_generation_prompt, tools).replace(MARK, "")
+        return self._render(messages, add_generation_prompt, tools, variables).replace(MARK, "")
 
     def render_turns(
-        self, messages: Sequence[Message], tools: list[Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None = None,
+        has_loss: Sequence[bool] | None = None,
+        variables: Mapping[str, Any] = {},
     ) -> list[tuple[str, Spans]]:
         """Return the texts of a conversation to train on, with the spans of the assistant's turns.
 
@@ -71,11 +78,19 @@ class Tokenizer:
         follow it, as that of Qwen 3, which removes reasoning. The result then has one text for each
         turn: the conversation that a model has read when it generates the turn.
 
+        Args:
+            messages: The turns.
+            tools: JSON schemas of functions.
+            has_loss: Whether each turn has loss if it is one of the assistant. By default all have.
+            variables: Further variables of the template.
+
         Raises:
             DataError: As for `render`. Or the text with a turn does not begin with its prompt.
         """
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [i for i in answers if has_loss is None or has_loss[i]]
         if self.marks_generation:
-            pieces = self._render(messages, False, tools).split(MARK)
+            pieces = self._render(messages, False, tools, variables).split(MARK)
             if len(pieces) % 2 == 0:
                 raise DataError(
                     "the chat template removes one end of a {% generation %} block, for example "
@@ -87,14 +102,20 @@ class Tokenizer:
                     "blocks, and none is reached with these messages. Correct the template."
                 )
             ends = _cumulative_lengths(pieces)
-            return [("".join(pieces), tuple(zip(ends[:-1:2], ends[1::2], strict=True)))]
+            spans = [*zip(ends[:-1:2], ends[1::2], strict=True)]
+            if len(trained) < len(answers):
+                if len(spans) != len(answers):
+                    raise DataError(
+                        f"the chat template marks {counted(len(spans), 'turn')} of "
+                        f"{counted(len(answers), 'answer')}, so that those without loss are unknown"
+                    )
+                spans = [spans[answers.index(i)] for i in trained]
+            return [("".join(pieces), tuple(spans))]
 
         texts, spans = [], []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = self.render(messages[:i], True, tools)
-            text = self.render(messages[: i + 1], False, tools)
+        for i in trained:
+            prompt = self.render(messages[:i], True, tools, variables)
+            text = self.render(messages[: i + 1], False, tools, variables)
             if not text.startswith(prompt):
                 raise DataError(
                     f"message {i + 1} (assistant): cannot find where the turn begins. The "
@@ -104,18 +125,22 @@ class Tokenizer:
                 )
             texts.append(text)
             spans.append((len(prompt), len(text)))
-        whole = self.render(messages, False, tools)
+        whole = self.render(messages, False, tools, variables)
         if all(whole.startswith(text) for text in texts):
             return [(whole, tuple(spans))]
         return [(text, (span,)) for text, span in zip(texts, spans, strict=True)]
 
     def _render(
-        self, messages: Sequence[Message], add_generation_prompt: bool, tools: list[Any] | None
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: list[Any] | None,
+        variables: Mapping[str, Any],
     ) -> str:
         if self.template is None:
             raise DataError(
                 "the checkpoint lacks a chat template, which `messages` need. Use another one, "
-                "add chat_template.jinja to its folder, or use `prompt` and `completion`."
+                "give one with --chat-template, or use `prompt` and `completion`."
             )
         try:
             return self.template.render(
@@ -123,7 +148,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 documents=None,
-                **self.variables,
+                **{**self.variables, **variables},
             )
         # A template is a program: messages of another form than it expects raise any type of error.
         except Exception as error:
@@ -135,7 +160,9 @@ class Tokenizer:
             ) from error
 
 
-def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
+def load_tokenizer(
+    folder: str | Path, today: datetime.date, template: str | Path | None = None
+) -> Tokenizer:
     """Load the tokenizer of a checkpoint, and its chat template.
 
     Reads tokenizer.json, tokenizer_config.json and, if there is one, chat_template.jinja, which
@@ -153,6 +180,7 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
         folder: The folder of the checkpoint.
         today: The date that templates may write into a system prompt. A run that continues needs
             that of its beginning, or its data differ.
+        template: A file with another chat template.
 
     Raises:
         DataError: A file is missing or invalid, or a package.
@@ -193,10 +221,10 @@ def load_tokenizer(folder: str | Path, today: datetime.date) -> Tokenizer:
     # Byte-level processors would also shorten the offsets of tokens by their spaces.
     backend.post_processor = tokenizers.processors.Sequence([])
 
-    source = _find_template(folder, config)
-    template = None if source is None else _compile(source, today)
+    source = _find_template(folder, config) if template is None else _read(Path(template))
+    compiled = None if source is None else _compile(source, today)
     marks_generation = source is not None and bool(GENERATION_TAG.search(source))
-    return Tokenizer(backend, beginning, end, template, marks_generation, variables)
+    return Tokenizer(backend, beginning, end, compiled, marks_generation, variables)
 
 
 def _read(file: Path) -> str:
@@ -230,7 +258,7 @@ def _added_tokens(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the source of the chat template."""
-    file = folder / "chat_template.jinja"
+    file = folder / CHAT_TEMPLATE
     if file.exists():
         return _read(file)
     source = config.get("chat_template")

@@ -21,6 +21,7 @@ from ..errors import TrainError
 
 # Default learning rates of fine-tuning: of all parameters, and of adapters.
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
+MAX_WEIGHT = 1000  # of a data set
 Offload = Literal["none", "activations", "params", "all"]
 Policy = Literal["recompute", "dots", "everything"]
 ParamDtype = Literal["bfloat16", "bfloat16-24", "float32"]
@@ -215,11 +216,27 @@ class FinetuneConfig(TextConfig):
         "Qwen/Qwen3-8B@REVISION. A plan needs config.json only.",
         positional=True,
     )
-    data: str | None = option(
+    data: list[str] | None = option(
         None,
-        help="A file with a JSON object in each line: `messages`, `prompt` and `completion`, or "
-        "`text`.",
+        help="Rows with `messages`, `prompt` and `completion`, or `text`: a file of JSON, .csv or "
+        ".parquet, or a data set of the Hub, OWNER/NAME[@REVISION][[:CONFIGURATION]:SPLIT]. Can be "
+        "repeated.",
         group=DATA,
+    )
+    data_weights: str | None = option(
+        None,
+        help="How often the rows of each --data are seen in an epoch, such as 1,2. Of 0.5, half of "
+        "the rows. (default: 1 each)",
+        group=DATA,
+    )
+    columns: str | None = option(
+        None,
+        help="Names of columns, such as prompt=question,completion=answer. (default: as above, or "
+        "those of Alpaca and ShareGPT)",
+        group=DATA,
+    )
+    chat_template: str | None = option(
+        None, help="A file with a chat template. (default: the checkpoint's)", group=DATA
     )
     validation: float = option(
         0.1,
@@ -228,7 +245,7 @@ class FinetuneConfig(TextConfig):
         check=SHARE_OR_COUNT,
     )
     validation_data: str | None = option(
-        None, help="A second file, whose rows are the validation rows.", group=DATA
+        None, help="Another data set, whose rows are the validation rows.", group=DATA
     )
     max_length: int = option(
         2048,
@@ -279,6 +296,27 @@ class FinetuneConfig(TextConfig):
     warmup: float = inherit(TextConfig, "warmup", default=0.03)
     dtype: Literal["float32", "bfloat16"] = inherit(TextConfig, "dtype", default="bfloat16")
 
+    def __post_init__(self) -> None:
+        if isinstance(self.data, str):  # in Python, and in runs of earlier versions
+            object.__setattr__(self, "data", [self.data])
+        super().__post_init__()
+
+    @property
+    def weights_of_data(self) -> list[float] | None:
+        """The numbers of `data_weights`."""
+        if self.data_weights is None:
+            return None
+        try:
+            weights = [float(number) for number in self.data_weights.split(",")]
+        except ValueError:
+            weights = []
+        if not weights or not all(0 < weight <= MAX_WEIGHT for weight in weights):
+            raise TrainError(
+                f"`data_weights` (={self.data_weights!r:.120}) must be numbers above 0 and at most "
+                f"{MAX_WEIGHT}, such as 1,2"
+            )
+        return weights
+
     @property
     def row_length(self) -> int:
         """Tokens of a row."""
@@ -305,6 +343,12 @@ class FinetuneConfig(TextConfig):
         if self.lora is not None and self.optimizer == "muon":
             raise TrainError(
                 "`optimizer` (=muon) trains the matrices of layers, not the adapters of `lora`"
+            )
+        count, weights = len(self.data or ()), self.weights_of_data
+        if weights is not None and len(weights) != count:
+            raise TrainError(
+                f"`data_weights` (={self.data_weights}) must have a number for each `data`, and "
+                f"there are {count}"
             )
         rate = self.learning_rate
         if rate is None:

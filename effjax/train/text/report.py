@@ -53,6 +53,7 @@ def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:
         )
         if number
     ]
+    lines += data.notes
     packed = "packed into" if config.packing else "not packed:"
     lines.append(
         f"{packed} {counted(len(rows.train), 'row')} of {config.max_length} tokens, "

@@ -1,21 +1,22 @@
-"""Rows of JSON for fine-tuning: conversations, prompts with completions, and texts, as tokens.
+"""Rows for fine-tuning: conversations, prompts with completions, and texts, as tokens.
 
-Each line of a file is a JSON object with one of these:
+A row has one of these, or fields of other programs that `RowReader` reads as one of them:
 
-- ``{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}``, and `tools` if
-  the chat template knows them. It is rendered by the checkpoint's chat template. The loss is that
-  of the assistant's turns.
+- ``{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}``, with `tools`
+  and `chat_template_kwargs` if the chat template knows them. It is rendered by the checkpoint's
+  chat template. The loss is that of the assistant's turns, without those with ``"weight": 0`` or
+  ``"train": false``.
+- ``{"prompt": [...], "completion": [...]}`` of messages, the same with the loss of the completion.
 - ``{"prompt": "...", "completion": "..."}``. The loss is that of the completion and of EOS. The
   completion follows the prompt without a separator: include the space or newline. A token that
   spans both has loss.
 - ``{"text": "..."}``. The loss is that of all tokens.
 
-Other keys are ignored. Rows that are cut lose their EOS.
+Rows that are cut lose their EOS.
 """
 
 import functools
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -23,13 +24,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import DataError, check_regular, counted, quoted, unreadable
+from ..errors import DataError, counted, quoted
 from .chat import Spans, Tokenizer
 from .encode import encode_texts
+from .forms import Conversation, RowReader, parse_columns
+from .sources import read_rows
 
 CHUNK = 2**22  # characters of rows that are tokenized at a time, in parallel
-FORMS = "one of these: `text`; `prompt` with `completion`; or `messages`"
-ARRAY = "Write one JSON object into each line, as `jq -c '.[]' FILE` does with a JSON array."
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,25 @@ class Sequences:
 
     def select(self, chosen: np.ndarray) -> "Sequences":
         """Return the sequences of a mask, bool [number of sequences]."""
-        of_tokens = np.repeat(chosen, self.lengths)
-        offsets = np.concatenate([[0], np.cumsum(self.lengths[chosen])])
-        return Sequences(self.tokens[of_tokens], self.has_loss[of_tokens], offsets)
+        return self.repeat(chosen.astype(np.int64))
+
+    def repeat(self, counts: np.ndarray) -> "Sequences":
+        """Return each sequence some number of times, int64 [number of sequences]."""
+        if counts.max(initial=0) <= 1:
+            of_tokens = np.repeat(counts > 0, self.lengths)
+            offsets = np.concatenate([[0], np.cumsum(self.lengths[counts > 0])])
+            return Sequences(self.tokens[of_tokens], self.has_loss[of_tokens], offsets)
+        return join([self.select(counts > i) for i in range(counts.max())])
+
+
+def join(parts: Sequence[Sequences]) -> Sequences:
+    """Return the sequences of all parts."""
+    lengths = np.concatenate([part.lengths for part in parts])
+    return Sequences(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.has_loss for part in parts]),
+        np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ class FinetuneData:
     """Tokenized rows, from `load_rows`.
 
     Attributes:
-        name: The file.
+        name: The files.
         train: Sequences to train on.
         validation: Sequences of other rows; may be empty.
         num_rows: Number of rows of the files.
@@ -80,6 +97,8 @@ class FinetuneData:
         num_skipped: Number of rows that were left out because no token with loss is in the part
             that was kept.
         num_repeated: Number of train rows that were left out because they are validation rows too.
+        num_split: Number of rows of `messages` that the template renders as several sequences.
+        notes: How fields were read, and which were not used.
     """
 
     name: str
@@ -89,6 +108,8 @@ class FinetuneData:
     num_cut: int
     num_skipped: int
     num_repeated: int
+    num_split: int = 0
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -131,6 +152,7 @@ class _TokenizedRows(NamedTuple):
         hashes: uint64 [number of rows], of the texts.
         num_cut: Number of rows that were cut.
         num_skipped: Number of rows without a sequence.
+        num_split: Number of rows with several texts.
     """
 
     sequences: Sequences
@@ -138,14 +160,17 @@ class _TokenizedRows(NamedTuple):
     hashes: np.ndarray
     num_cut: int
     num_skipped: int
+    num_split: int
 
 
 def load_rows(
-    path: str | Path,
+    path: str | Path | Sequence[str],
     tokenizer: Tokenizer,
     max_length: int,
     validation: float = 0.1,
     validation_path: str | Path | None = None,
+    weights: Sequence[float] | None = None,
+    columns: str | None = None,
 ) -> FinetuneData:
     """Read and tokenize rows, and split them into train and validation rows.
 
@@ -158,13 +183,16 @@ def load_rows(
     with the same text are in the same part, also if other keys differ.
 
     Args:
-        path: A file with a JSON object in each line.
+        path: A data set or several ones, as for `read_rows`.
         tokenizer: From `load_tokenizer`.
         max_length: Maximum number of tokens in a sequence.
         validation: Share of the rows to hold out if below 1, else a number of rows. 0 for none.
             Ignored with `validation_path`.
         validation_path: A second file whose rows are the validation rows. Rows of the first file
             that are also in this one are left out.
+        weights: How often the train rows of each data set are repeated. Of 1.5, half of the rows
+            are there twice; of 0.5, half of them are left out.
+        columns: Names of columns, as for `parse_columns`.
 
     Raises:
         DataError: A file cannot be read, a row is malformed (the message has its line number), or a
@@ -172,20 +200,35 @@ def load_rows(
     """
     if max_length < 2:
         raise DataError(f"`max_length` (={max_length}) must be at least 2")
-    rows = _tokenize(Path(path), tokenizer, max_length)
-    num_rows, num_cut, num_skipped = len(rows.hashes), rows.num_cut, rows.num_skipped
-    num_repeated = 0
+    names = [str(path)] if isinstance(path, str | Path) else [*path]
+    weights = [1.0] * len(names) if weights is None else weights
+    reader = RowReader(parse_columns(columns) if columns else {})
+    parts = [_tokenize(name, tokenizer, max_length, reader) for name in names]
+    shown, hashes = ", ".join(names), np.concatenate([part.hashes for part in parts])
+    used, num_repeated = parts, 0
     if validation_path is None:
-        is_held_out = _hold_out(rows.hashes, validation, str(path))[rows.row_of]
-        train, held_out = (rows.sequences.select(mask) for mask in (~is_held_out, is_held_out))
+        is_held_out = _hold_out(hashes, validation, shown)
+        held_out = join(
+            [
+                part.sequences.select(np.isin(part.hashes, hashes[is_held_out])[part.row_of])
+                for part in parts
+            ]
+        )
+        excluded = hashes[is_held_out]
     else:
-        second = _tokenize(Path(validation_path), tokenizer, max_length)
-        is_repeated = np.isin(rows.hashes, second.hashes)
-        train, held_out = rows.sequences.select(~is_repeated[rows.row_of]), second.sequences
-        num_rows += len(second.hashes)
-        num_cut += second.num_cut
-        num_skipped += second.num_skipped
-        num_repeated = int(is_repeated.sum())
+        second = _tokenize(str(validation_path), tokenizer, max_length, reader)
+        held_out, excluded, used = second.sequences, second.hashes, [*parts, second]
+        num_repeated = int(np.isin(hashes, excluded).sum())
+    train = join(
+        [
+            part.sequences.repeat(_count(part.hashes, excluded, weight)[part.row_of])
+            for part, weight in zip(parts, weights, strict=True)
+        ]
+    )
+    num_rows = sum(len(part.hashes) for part in used)
+    num_cut, num_skipped = sum(p.num_cut for p in used), sum(p.num_skipped for p in used)
+    if missing := sorted(reader.columns.keys() - reader.found):
+        raise DataError(f"{shown}: no row has the column {reader.columns[missing[0]]!r:.120}.")
 
     for name, part, wanted in (
         ("train", train, True),
@@ -194,11 +237,30 @@ def load_rows(
         if wanted and not len(part):
             remedy = "a larger `max_length`" if num_skipped else "other validation rows"
             raise DataError(
-                f"{path}: no {name} row is left of {counted(num_rows, 'row')}. {num_skipped} lack "
+                f"{shown}: no {name} row is left of {counted(num_rows, 'row')}. {num_skipped} lack "
                 f"a token with loss within `max_length` (={max_length}), and {num_repeated} are "
                 f"also validation rows. Use {remedy}."
             )
-    return FinetuneData(str(path), train, held_out, num_rows, num_cut, num_skipped, num_repeated)
+    notes = [*reader.recognized]
+    if reader.unused:
+        notes.append(f"unused fields: {quoted(', '.join(reader.unused))}")
+    return FinetuneData(
+        shown, train, held_out, num_rows, num_cut, num_skipped, num_repeated,
+        sum(part.num_split for part in used), tuple(notes),
+    )  # fmt: skip
+
+
+def _count(hashes: np.ndarray, excluded: np.ndarray, weight: float) -> np.ndarray:
+    """Return how often each row is trained on in an epoch, int64 [number of rows].
+
+    The rows that are there once more than others are those with the smallest hashes.
+    """
+    is_train = ~np.isin(hashes, excluded)
+    whole, number = int(weight), int(is_train.sum())
+    counts = np.where(is_train, whole, 0).astype(np.int64)
+    order = np.argsort(np.where(is_train, hashes, np.uint64(2**64 - 1)), kind="stable")
+    counts[order[: round((weight - whole) * number)]] += 1
+    return counts
 
 
 def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
@@ -230,11 +292,13 @@ def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
     return np.isin(hashes, np.array(held_out, hashes.dtype))
 
 
-def _tokenize(path: Path, tokenizer: Tokenizer, max_length: int) -> _TokenizedRows:
-    """Read a file and tokenize its rows."""
+def _tokenize(
+    name: str, tokenizer: Tokenizer, max_length: int, reader: RowReader
+) -> _TokenizedRows:
+    """Read a data set and tokenize its rows."""
     tokens, losses, lengths, row_of, hashes = [], [], [], [], []
-    num_cut = num_skipped = 0
-    for chunk in _chunk(_read_rows(path, tokenizer)):
+    num_cut = num_skipped = num_split = 0
+    for chunk in _chunk(_read_examples(name, tokenizer, reader)):
         texts = [example.text for row in chunk for example in row]
         encodings = iter(encode_texts(tokenizer.backend, texts))
         pieces = []
@@ -246,6 +310,7 @@ def _tokenize(path: Path, tokenizer: Tokenizer, max_length: int) -> _TokenizedRo
                 pieces += _split(ids, has_loss, max_length, example.kind == "text")
             row_of += [len(hashes)] * (len(pieces) - before)
             num_cut += is_cut
+            num_split += len(row) > 1
             num_skipped += len(pieces) == before
             digest = blake2b(repr(row).encode(), digest_size=8).digest()
             hashes.append(int.from_bytes(digest, "little"))
@@ -259,6 +324,7 @@ def _tokenize(path: Path, tokenizer: Tokenizer, max_length: int) -> _TokenizedRo
         np.array(hashes, np.uint64),
         num_cut,
         num_skipped,
+        num_split,
     )
 
 
@@ -309,106 +375,20 @@ def _concatenate(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
-def _read_rows(path: Path, tokenizer: Tokenizer) -> Iterator[list[_Example]]:
-    """Yield the examples of each line."""
-    check_regular(path)
-    number = 0
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    yield _parse(line.removeprefix(b"\xef\xbb\xbf"), tokenizer)
-                except DataError as error:
-                    raise DataError(f"{path}: line {number}: {error}") from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if not number:
-        raise DataError(f"{path}: contains no row. Write a JSON object into each line.")
-
-
-def _load(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line.
-
-    Raises:
-        DataError: The line is malformed. The message does not name it.
-    """
-    if not line.strip():
-        raise DataError("is empty. Remove it.")
-    try:
-        row = json.loads(line.rstrip().decode())
-        if b"\\u" in line:
-            json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"is not UTF-8 ({error.reason})") from error
-    except UnicodeEncodeError as error:
-        raise DataError("contains half of a surrogate pair, which is not a character") from error
-    except json.JSONDecodeError as error:
-        if line.lstrip().startswith(b"["):
-            raise DataError(f"begins a JSON array. {ARRAY}") from error
-        raise DataError(
-            f"is not JSON ({error.msg}, column {error.colno}). Write one JSON object into each "
-            "line."
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"is not JSON that can be read ({quoted(error)})") from error
-    if isinstance(row, list):
-        raise DataError(f"is a JSON array. {ARRAY}")
-    if not isinstance(row, dict):
-        raise DataError(f"must be a JSON object with {FORMS}, not a {_json_type(row)}")
-    return row
-
-
-def _parse(line: bytes, tokenizer: Tokenizer) -> list[_Example]:
-    """Return the examples of a line.
-
-    Raises:
-        DataError: The line is malformed. The message does not name it.
-    """
-    row = {name: value for name, value in _load(line).items() if value is not None}
-    forms = [("text",), ("prompt", "completion"), ("messages",)]
-    complete = [form for form in forms if all(name in row for name in form)]
-    if not complete:
-        have = quoted(", ".join(f"`{name}`" for name in row)) or "nothing"
-        raise DataError(f"must have {FORMS}. It has {have}.")
-    if len(complete) > 1:
-        names = " and ".join(f"`{name}`" for form in complete for name in form)
-        raise DataError(f"must have only {FORMS}. It has {names}.")
-    if complete[0] == ("messages",):
-        return _parse_messages(row, tokenizer)
-
-    texts = {name: row[name] for name in complete[0]}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise DataError(f"`{name}` must be a string, not a {_json_type(text)}")
-        if not text and name != "prompt":
-            raise DataError(f"`{name}` must not be empty")
-    if "text" in texts:
-        return [_Example("text", texts["text"], ())]
-    text = texts["prompt"] + texts["completion"]
-    return [_Example("completion", text, ((len(texts["prompt"]), len(text)),))]
-
-
-def _parse_messages(row: dict[str, Any], tokenizer: Tokenizer) -> list[_Example]:
-    messages, tools = row["messages"], row.get("tools")
-    if not isinstance(messages, list) or not messages:
-        raise DataError("`messages` must be a list of at least one message")
-    if tools is not None and not isinstance(tools, list):
-        raise DataError(f"`tools` must be a list, not a {_json_type(tools)}")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise DataError(f"message {number} must be an object, not a {_json_type(message)}")
-        if not isinstance(message.get("role"), str):
-            raise DataError(f"message {number} must have a `role`, such as 'user' or 'assistant'")
-        # A turn may consist of calls of tools only.
-        content = message.get("content")
-        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-            kind = _json_type(content) if "content" in message else "nothing"
-            raise DataError(f"message {number} must have a string as its `content`, not {kind}")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError("`messages` must have a message of the role 'assistant' to learn from")
-    return [_Example("messages", *turns) for turns in tokenizer.render_turns(messages, tools)]
-
-
-def _json_type(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+def _read_examples(name: str, tokenizer: Tokenizer, reader: RowReader) -> Iterator[list[_Example]]:
+    """Yield the examples of each row."""
+    for row in read_rows(name):
+        try:
+            content = reader.read(row.content)
+            if isinstance(content, Conversation):
+                turns = tokenizer.render_turns(
+                    content.messages, content.tools, content.has_loss, content.variables
+                )
+                yield [_Example("messages", *turn) for turn in turns]
+            elif isinstance(content, str):
+                yield [_Example("text", content, ())]
+            else:
+                prompt, text = content[0], "".join(content)
+                yield [_Example("completion", text, ((len(prompt), len(text)),))]
+        except DataError as error:
+            raise DataError(f"{name}: {row.place}: {error}") from error

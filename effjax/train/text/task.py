@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mes
 from ..run_directory import RunDirectory
 from ..task import Metrics, Part, Record, Task, TrainStep
 from .base import ADAPTER, MODEL, Base, find_base
-from .chat import Tokenizer, load_tokenizer
+from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from .config import FinetuneConfig, LMConfig, TextConfig
 from .learner import (
     LORA_A,
@@ -117,10 +118,11 @@ def _read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base
     base = find_base(config.checkpoint, config.stored_dtype)
     # Templates write a date. A run that continues needs the date of its beginning.
     date = _parse_date(config.date) if config.date else datetime.date.today()
-    tokenizer = load_tokenizer(base.folder, date)
+    tokenizer = load_tokenizer(base.folder, date, config.chat_template)
     source = load_rows(
-        config.data, tokenizer, config.max_length, config.validation, config.validation_data
-    )
+        config.data, tokenizer, config.max_length, config.validation, config.validation_data,
+        config.weights_of_data, config.columns,
+    )  # fmt: skip
     check_vocabulary(source, tokenizer, base)
     train, validation = (
         pack(part, config.max_length, config.packing) for part in (source.train, source.validation)
@@ -271,7 +273,10 @@ class TextTask(Task[TextResult]):
         options: dict[str, Any] = {"overwrite": True, "require_finite": True}
         try:
             if self.learner.lora_rank is None:
-                config, files = base.model.to_json(), base.tokenizer_files
+                config = base.model.to_json()
+                files = {file.name: file for file in base.tokenizer_files}
+                if isinstance(self.config, FinetuneConfig) and self.config.chat_template:
+                    files[CHAT_TEMPLATE] = Path(self.config.chat_template)
                 save_checkpoint(folder, layers, others, config, copied_files=files, **options)
                 return
             adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -18,9 +19,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].lstrip("/")
         for kind, name, folder in self.server.repositories:
@@ -28,18 +26,29 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             api = f"api/{kind}s/{name}"
             if path.startswith(f"{api}/revision/") or path == api:
                 return self.answer(json.dumps({"id": name, "sha": COMMIT}).encode())
+            entries = [
+                {"type": "file", "path": name, "size": file.stat().st_size, "oid": "0" * 40}
+                for name, file in files.items()
+            ]
             if path == f"{api}/tree/{COMMIT}":
-                entries = [
-                    {"type": "file", "path": name, "size": file.stat().st_size, "oid": "0" * 40}
-                    for name, file in files.items()
-                ]
                 return self.answer(json.dumps(entries).encode())
-            resolve = f"{'datasets/' if kind == 'dataset' else ''}{name}/resolve/{COMMIT}/"
-            if path.startswith(resolve) and path.removeprefix(resolve) in files:
-                file = path.removeprefix(resolve)
+            if path == f"{api}/paths-info/{COMMIT}":
+                length = int(self.headers["Content-Length"])
+                wanted = parse_qs(self.rfile.read(length).decode())["paths"]
+                entries = [entry for entry in entries if entry["path"] in wanted]
+                return self.answer(json.dumps(entries).encode())
+            prefix = f"{'datasets/' if kind == 'dataset' else ''}{name}/resolve/"
+            if path.startswith(prefix):
+                file = path.removeprefix(prefix).partition("/")[2]
+                if file not in files:
+                    return self.answer(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
                 self.server.downloaded += [file] if self.command == "GET" else []
                 return self.answer(files[file].read_bytes())
+            if path.startswith(f"{api}/tree/"):  # a folder, of which there is none
+                return self.answer(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
         self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
+
+    do_HEAD = do_POST = do_GET  # noqa: N815
 
     def answer(self, body: bytes, status: int = 200, headers: Mapping[str, str] = {}) -> None:
         self.send_response(status)
@@ -50,7 +59,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         ):  # fmt: skip
             self.send_header(name, str(value))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
 

@@ -8,6 +8,7 @@ import pytest
 from effjax.train.errors import DataError
 from effjax.train.text.base import find_base
 from effjax.train.text.generate import find_model
+from effjax.train.text.sources import read_rows
 from tests.train.text.hub import COMMIT, serve
 from tests.train.text.small import finetune_task, write_base
 
@@ -64,3 +65,18 @@ def test_errors_are_one_line(server, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="cannot be reached .HF_HUB_OFFLINE is set.. Give"):
         find_base(NAME, None)
+
+
+def test_data_sets(server, tmp_path, monkeypatch):
+    config = pytest.importorskip("datasets").config
+    for name in "train", "test":
+        (tmp_path / "rows").mkdir(exist_ok=True)
+        (tmp_path / "rows" / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}')
+    server.repositories += (("dataset", "effjax-tests/rows", tmp_path / "rows"),)
+    monkeypatch.setattr(config, "HF_ENDPOINT", server.url)
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    for name, split in ("", "train"), (":test", "test"), ("@main:default:test", "test"):
+        (row,) = read_rows(f"effjax-tests/rows{name}")
+        assert row.content == {"text": split}
+    with pytest.raises(DataError, match="effjax-tests/rows:other: cannot be loaded"):
+        list(read_rows("effjax-tests/rows:other"))

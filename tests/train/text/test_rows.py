@@ -171,17 +171,15 @@ SURROGATE = b'{"text": "\\ud83c"}'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"", r"is empty\. Remove it"),
-        (b" \t", "is empty"),
         (b'{"text": "a"', r"is not JSON \(Expecting ',' delimiter, column 13\)"),
         (b'{"text": "a"} {"text": "b"}', "is not JSON .Extra data"),
         (b"text", "is not JSON"),
         (b'{"text": "\xff"}', "is not UTF-8"),
         (SURROGATE, "contains half of a surrogate pair"),
         (b"[" * 100_000, "is not JSON that can be read"),
-        (b"[1]", r"is a JSON array\. Write one JSON object into each line, as `jq -c"),
-        (b"[", r"begins a JSON array\. Write one JSON object into each line, as `jq -c"),
-        (b"null", "must be a JSON object with .*, not a null"),
+        (b"[1]", "must be a JSON object, not a list"),
+        (b"[", "is not JSON .*Write one JSON object into each line, or a JSON array of them"),
+        (b"null", "must be a JSON object, not a null"),
         (b"{}", "must have one of these: `text`; .*It has nothing"),
         (b'{"' + b"k" * 10**6 + b'": 1}', r"must have .*It has `k{118}…\."),
         (b'{"tekst": "a", "id\\n": 1}', r"must have .*It has `tekst`, `id\\n`\."),
@@ -338,3 +336,101 @@ print(load_rows({str(tmp_path / "rows.jsonl")!r}, tokenizer, 30).digest)
         for seed, parallel in (("1", "true"), ("2", "false"))
     }  # fmt: skip
     assert len(digests) == 1
+
+
+def test_forms_of_other_programs(load, tokenizer):
+    """They are read as `messages`, and the description says so."""
+    sharegpt = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": ANSWER["content"]}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": part} for part in ("W", "hy?")]}]
+    rows = [
+        {"messages": [QUESTION, ANSWER]},
+        {"conversations": sharegpt, "id": 1},
+        {"instruction": "Why?", "input": "", "output": ANSWER["content"], "source": "a"},
+        {"messages": [*parts, ANSWER]},
+        {"prompt": [QUESTION], "completion": [ANSWER]},
+    ]
+    data = load(rows)
+    assert (
+        len(set(texts(data.train, tokenizer))) == len(set(texts(data.train, tokenizer, True))) == 1
+    )
+    assert data.notes == (
+        "`conversations` are read as `messages`",
+        "`from` and `value` are read as `role` and `content`",
+        "`instruction`, `input` and `output` are read as `messages`",
+        "unused fields: id, source",
+    )
+    named = load([{"q": "2 + 2 =", "a": " 4"}], columns="prompt=q, completion=a")
+    assert texts(named.train, tokenizer) == ["<s>2 + 2 = 4</s>"] and not named.notes
+    with pytest.raises(DataError, match="no row has the column 'b'"):
+        load([{"text": "a"}], columns="tools=b")
+
+
+@pytest.mark.parametrize("name", ["chatml", "generation", "qwen3"])
+def test_turns_without_loss(load, tokenizers_of, name):
+    tokenizer, second = tokenizers_of[name], {"role": "assistant", "content": "No"}
+    for row in (
+        {"messages": [QUESTION, {**ANSWER, "weight": 0}, QUESTION, second]},
+        {"messages": [QUESTION, {**ANSWER, "train": False}, QUESTION, second]},
+        {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [second]},
+    ):
+        (trained,) = texts(load([row], tokenizer, 300).train, tokenizer, True)
+        assert "No" in trained and "Because" not in trained
+
+
+def test_variables_of_a_template(load, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ style }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "base"), TODAY, file)
+    rows = [{"messages": [QUESTION, ANSWER], "chat_template_kwargs": {"style": "short"}}]
+    (text,) = texts(load(rows, tokenizer).train, tokenizer)
+    assert text.startswith("shortWhy?Because")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a", "weight": 0.5}, "`weight` would change what is trained"),
+        ({"messages": [{**ANSWER, "weight": 0.5}]}, r"`weight` \(=0\.5\) must be 0 or 1"),
+        ({"messages": [{**ANSWER, "loss_mask": [1]}]}, "`loss_mask` would change the loss"),
+        ({"messages": [{**ANSWER, "content": [{"type": "image"}]}]}, "must be text, not 'image'"),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, r"`from` \(='bot'\) must be one of"),
+        ({"messages": [ANSWER], "chat_template_kwargs": {"tools": []}}, "must not have `tools`"),
+    ],
+)
+def test_refused_fields(load, row, message):
+    with pytest.raises(DataError, match=message):
+        load([row])
+
+
+def test_several_data_sets(tmp_path, tokenizer):
+    """JSON arrays and lines; an epoch repeats their train rows as the weights say."""
+    (tmp_path / "a.json").write_text(json.dumps(numbered(10), indent=1))
+    (tmp_path / "b.jsonl").write_text(
+        "\n\n".join(json.dumps({"text": f"b {i}"}) for i in range(10))
+    )
+    names = [str(tmp_path / name) for name in ("a.json", "b.jsonl")]
+    data = load_rows(names, tokenizer, 30, 4, weights=[0.5, 2])
+    train, held_out = texts(data.train, tokenizer), set(texts(data.validation, tokenizer))
+    assert len(held_out) == 4 and not held_out & set(train) and data.num_rows == 20
+    of_a, of_b = ([text for text in train if name in text] for name in ("row", "b "))
+    rows_of_b = 10 - sum("b " in text for text in held_out)
+    assert len(of_b) == 2 * rows_of_b == 2 * len(set(of_b))
+    assert len(of_a) == round((10 - 4 + 10 - rows_of_b) / 2) == len(set(of_a))
+    equal = load_rows(names, tokenizer, 30, 4)
+    assert set(texts(equal.validation, tokenizer)) == held_out
+
+
+def test_tables(tmp_path, tokenizer, monkeypatch):
+    config = pytest.importorskip("datasets").config
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.Table.from_pylist([{"messages": [QUESTION, ANSWER]}, {"messages": [ANSWER]}])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "rows.csv").write_text('text,note\n"a, b",1\n')
+    names = [str(tmp_path / name) for name in ("rows.parquet", "rows.csv")]
+    data = load_rows(names, tokenizer, 100, 0)
+    assert texts(data.train, tokenizer)[2] == "<s>a, b</s>" and len(data.train) == 3
+    assert data.notes == ("unused fields: note",)
+    (tmp_path / "rows.csv").write_text("text\n")
+    with pytest.raises(DataError, match="rows.csv: "):
+        load_rows(names[1], tokenizer, 100, 0)
