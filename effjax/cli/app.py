@@ -14,8 +14,8 @@ from . import errors
 from .convert import convert
 from .generate import generate
 from .memory import memory_app
-from .options import Command, RunOptions, command
-from .train import finetune, train_app
+from .options import Command, command
+from .train import FinetuneRunOptions, finetune, train_app
 
 app = typer.Typer(
     help="Train networks that do not fit in device memory, in JAX.",
@@ -92,6 +92,6 @@ def doctor(
 # `Command` lays out the help of commands with many options.
 app.command("convert", cls=Command)(convert)
 app.command("generate", cls=Command)(generate)
-command(app, "finetune", FinetuneConfig, RunOptions)(finetune)
+command(app, "finetune", FinetuneConfig, FinetuneRunOptions)(finetune)
 app.add_typer(memory_app, name="memory")
 app.add_typer(train_app, name="train")

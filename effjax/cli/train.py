@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..train.config import MODEL, option
+from ..train.config import COUNT, DATA, MODEL, option
 from ..train.errors import TrainError
 from ..train.images.config import DenseNetRunConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig, LMConfig, TextConfig
 from .distributed import end_all_on_error
 from .fit import fit_config
-from .options import RunOptions, command
+from .options import RunOptions, command, take
 from .training import RunRequest, make_console, request_run, train
 
 if TYPE_CHECKING:
@@ -35,6 +35,20 @@ class LMRunOptions(RunOptions):
     """Options of `effjax train lm` that are not stored with the run."""
 
     plan: bool = option(False, help="Plan the memory of the step on an H200 at the end.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinetuneRunOptions(RunOptions):
+    """Options of `effjax finetune` that are not stored with the run."""
+
+    show: int | None = option(
+        None,
+        help="Print this many rows as they are trained on, with the tokens that have loss, and "
+        "end.",
+        group=DATA,
+        check=COUNT,
+    )
+    show_ids: bool = option(False, help="With --show, print the id of each token.", group=DATA)
 
 
 @command(train_app, "densenet", DenseNetRunConfig, RunOptions)
@@ -76,8 +90,26 @@ def finetune(given: dict[str, Any]) -> None:
                 raise TrainError(
                     f"{typed} is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl."
                 )
+    if given.get("show_ids") and "show" not in given:
+        raise TrainError("--show-ids needs --show.")
+    if "show" in given:
+        show(given)
+        return
     with end_all_on_error(given):
         train_on_text(FinetuneConfig, given)
+
+
+def show(given: Mapping[str, Any]) -> None:
+    """Print rows as they are trained on."""
+    from ..train.text.show import show_rows
+    from ..train.text.task import read_rows
+
+    options = FinetuneRunOptions(**take(FinetuneRunOptions, given))
+    if options.resume is not None:
+        raise TrainError("--show cannot be combined with --resume. Give CHECKPOINT and --data.")
+    config, rows, _, tokenizer = read_rows(FinetuneConfig(**take(FinetuneConfig, given)).resolve())
+    assert options.show is not None
+    show_rows(make_console(), config, rows, tokenizer, options.show, options.show_ids)
 
 
 def fit_images(request: RunRequest, fit: str | None) -> RunRequest:

@@ -157,3 +157,25 @@ def test_adapter_is_no_checkpoint(run_finetune, tmp_path):
     code, _, err = run_finetune("run/adapter", *ROWS, *SHORT)
     assert code == 2 and one_line(err)
     assert "run/adapter: a LoRA adapter, not a checkpoint. Give the checkpoint that it" in err
+
+
+def test_show(run, base, tmp_path):
+    """The tokens with loss are marked, as the step weights them; nothing is trained."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a\tb:", "completion": " yes"}))
+    options = "--data", "rows.jsonl", "--validation", "0", "--show", "3", *SHORT
+    code, out, err = run("finetune", base, *options)
+    assert (code, err) == (0, "") and out.startswith("row 1: 1 sequence, ")
+    assert out.splitlines()[1] == "a\\tb:⟦ yes</s>⟧" and not (tmp_path / "runs").exists()
+    _, out, _ = run("finetune", base, *options, "--show-ids", "--no-packing")
+    assert out.splitlines()[1].endswith("⟦</s>(1)⟧")
+
+
+def test_warnings(base, run_without_training, tmp_path):
+    rows = [{"prompt": "a", "completion": "b" * 50}, {"prompt": "c", "completion": "d" * 50}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = run_without_training(
+        "finetune", base, "--data", "rows.jsonl", *SHORT, "--validation", "0"
+    )
+    assert "warning: no token with loss ends a turn or a text" in out
+    assert "warning: most rows are cut (2 of 2)" in out
+    assert "warning: a batch of 8 rows is more than the data have, 2 rows" in out

@@ -41,6 +41,12 @@ class Tokenizer:
     marks_generation: bool
     variables: dict[str, str]
 
+    @property
+    def special_tokens(self) -> set[int]:
+        """The special tokens, such as those that end a turn, and EOS."""
+        added = self.backend.get_added_tokens_decoder()
+        return {*self.end, *(number for number, token in added.items() if token.special)}
+
     def render(
         self,
         messages: Sequence[Message],

@@ -166,8 +166,8 @@ class RowReader:
             raise DataError(f"message {number} must have a `role`, such as 'user' or 'assistant'")
         if refused := sorted(REFUSED_OF_TURNS & message.keys()):
             raise DataError(
-                f"message {number}: `{refused[0]}` would change the loss, and is not supported. Use "
-                "`train`: false, or `weight`: 0, for a turn without loss."
+                f"message {number}: `{refused[0]}` would change the loss, and is not supported. "
+                "Use `train`: false, or `weight`: 0, for a turn without loss."
             )
         weight, train = message.pop("weight", 1), message.pop("train", True)
         if weight not in (0, 1) or not isinstance(train, bool):

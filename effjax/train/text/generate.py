@@ -102,8 +102,7 @@ class TextModel:
         # Templates may end a turn by another token than EOS.
         turn = tokenizer.render([*messages, {"role": "assistant", "content": CONTENT}])
         after = self._encode_text(turn.rpartition(CONTENT)[2])[:1]
-        special = tokenizer.backend.get_added_tokens_decoder()
-        ends = {token for token in after if token in special and special[token].special}
+        ends = tokenizer.special_tokens.intersection(after)
         return self._encode_text(text), self._stop_tokens() | ends
 
     def _encode_text(self, text: str) -> list[int]:

@@ -32,7 +32,31 @@ def describe(task: TextTask) -> list[str]:
         *_describe_rows(config, task.data),
         f"{learner.model.model_type}: {model} in {config.param_dtype}, {trained}",
         f"{batch}, {steps}",
+        *_warn(config, task.data),
     ]
+
+
+def _warn(config: FinetuneConfig, rows: PackedRows) -> list[str]:
+    """Return what is probably not intended, one line each."""
+    data, warnings = rows.source, []
+    if not data.trains_end:
+        warnings.append(
+            "no token with loss ends a turn or a text, so the model does not learn to stop. See "
+            "--show 3, and correct the chat template, or use a larger --max-length"
+        )
+    if 2 * data.num_cut > data.num_rows:
+        warnings.append(f"most rows are cut ({data.num_cut} of {data.num_rows})")
+    if config.batch_size > len(rows.train):
+        warnings.append(
+            f"a batch of {config.batch_size} rows is more than the data have, "
+            f"{counted(len(rows.train), 'row')}. A step reads rows several times"
+        )
+    if data.num_split:
+        warnings.append(
+            f"the chat template renders {counted(data.num_split, 'conversation')} differently for "
+            "each answer, as several sequences"
+        )
+    return [f"warning: {text}." for text in warnings]
 
 
 def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:

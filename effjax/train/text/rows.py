@@ -99,6 +99,7 @@ class FinetuneData:
         num_repeated: Number of train rows that were left out because they are validation rows too.
         num_split: Number of rows of `messages` that the template renders as several sequences.
         notes: How fields were read, and which were not used.
+        trains_end: Whether a special token, such as the end of a turn or of a text, has loss.
     """
 
     name: str
@@ -110,6 +111,7 @@ class FinetuneData:
     num_repeated: int
     num_split: int = 0
     notes: tuple[str, ...] = ()
+    trains_end: bool = True
 
     @functools.cached_property
     def digest(self) -> str:
@@ -247,6 +249,7 @@ def load_rows(
     return FinetuneData(
         shown, train, held_out, num_rows, num_cut, num_skipped, num_repeated,
         sum(part.num_split for part in used), tuple(notes),
+        bool(np.isin(train.tokens[train.has_loss], [*tokenizer.special_tokens]).any()),
     )  # fmt: skip
 
 

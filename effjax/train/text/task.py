@@ -101,7 +101,7 @@ def prepare(
         data, base, model = TextWindows(text, config.context), None, byte_decoder(config)
     else:
         assert isinstance(config, FinetuneConfig) and text is None
-        config, data, base = _read_rows(config)
+        config, data, base, _ = read_rows(config)
         model = base.model
     learner = make_learner(config, model, mesh)
     if base is not None and not resume:  # otherwise the weights are those of the run
@@ -110,8 +110,12 @@ def prepare(
     return TextTask(config, mesh, schedule, data, base, learner, load_progress)
 
 
-def _read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base]:
-    """Return the options with what the data determine, the rows and the checkpoint."""
+def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base, Tokenizer]:
+    """Return the options with what the data determine, the rows, the checkpoint and its tokenizer.
+
+    Raises:
+        DataError, TrainError: as for `prepare`.
+    """
     if not config.checkpoint or not config.data:
         missing = "`data`" if config.checkpoint else "CHECKPOINT"
         raise TrainError(f"{missing} is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl.")
@@ -129,7 +133,7 @@ def _read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base
     )
     steps = config.steps or round_steps(config.epochs, len(train), config.batch_size)
     config = dataclasses.replace(config, checkpoint=base.path, date=date.isoformat(), steps=steps)
-    return config, PackedRows(source, train, validation), base
+    return config, PackedRows(source, train, validation), base, tokenizer
 
 
 def check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, base: Base) -> None:
