@@ -60,6 +60,11 @@ class RunOptions(FileOptions):
         help="Continue this run after its last intact checkpoint. Only its length, the places of "
         "its files, --checkpoint-every, --keep, --on-nan and --mesh can change.",
     )
+    stop_after: str | None = option(
+        None,
+        help="Save a checkpoint and stop after this time, such as 90m or 7h30m; before the limit "
+        "of a job.",
+    )
     fit: str | None = option(
         None,
         help="Choose the options that trade time for memory: the fastest ones that fit in the "

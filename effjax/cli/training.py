@@ -4,10 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
+import re
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +37,7 @@ class RunRequest:
     overwrite: bool
     resume: bool
     given: Mapping[str, Any]  # options of the configuration that were given
+    stop_at: float = math.inf  # by time.monotonic
 
 
 def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRequest:
@@ -46,11 +50,15 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
     options, changes = RunOptions(**take(RunOptions, given)), take(config_type, given)
     if "init_from" in changes:  # config.json has the absolute path
         changes["init_from"] = os.path.realpath(changes["init_from"])
-    config = config_type(**changes)
+    config, stop_at = config_type(**changes), math.inf
+    if options.stop_after is not None:
+        stop_at = time.monotonic() + parse_time("--stop-after", options.stop_after)
     distributed.join(options)
-    from ..train.processes import check_same_everywhere, run_on_first
+    from ..train.processes import check_same_everywhere, is_multiprocess, run_on_first
     from ..train.run_directory import RunDirectory, default_path
 
+    if stop_at < math.inf and is_multiprocess():
+        raise TrainError("--stop-after works in a single process. Send SIGTERM to one instead.")
     resume, path = options.resume, options.out
     # Both decide what the processes communicate before they compare the configuration.
     check_same_everywhere("option", {"out": path and str(path), "resume": resume and str(resume)})
@@ -58,7 +66,7 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
     if resume is None:
         if path is None:
             path = Path(run_on_first(lambda: str(default_path(config.COMMAND))))
-        return RunRequest(config, path, options.overwrite, resume=False, given=changes)
+        return RunRequest(config, path, options.overwrite, False, changes, stop_at)
 
     for name in ("out", "overwrite", "fit"):
         if name in given:
@@ -77,7 +85,16 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
                 f"{old}."
             )
     config = dataclasses.replace(config, **changes)
-    return RunRequest(config, resume, overwrite=False, resume=True, given=changes)
+    return RunRequest(config, resume, False, True, changes, stop_at)
+
+
+def parse_time(option: str, text: str) -> float:
+    """Return the seconds in a text such as `90m` or `7h30m`."""
+    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    hours, minutes, seconds = (int(number or 0) for number in match.groups()) if match else (0,) * 3
+    if not (duration := 3600 * hours + 60 * minutes + seconds):
+        raise TrainError(f"{option} {text!r:.120} must be a time, such as 90m or 7h30m.")
+    return duration
 
 
 def describe_kernels() -> dict[str, str | None]:
@@ -182,7 +199,7 @@ def train(
                 interrupted = interrupts.received > 0 and not has_joined()
                 if interrupted and step == end:
                     raise KeyboardInterrupt
-                return stop_requested() or interrupted
+                return stop_requested() or interrupted or time.monotonic() > request.stop_at
 
             return run, fit(task, run, progress, request.resume, stop)
     except RuntimeError as error:

@@ -24,7 +24,7 @@ MAX_SIZE, MAX_COUNT = 2**20, 2**31 - 1
 # Options that may change on `--resume`. They do not affect the result of a step with finite loss
 # and gradients, apart from rounding. Files may move: they are compared by their content.
 PATHS = "data", "validation_data", "checkpoint", "chat_template"
-RESUMABLE_OPTIONS = *PATHS, "checkpoint_every", "keep", "on_nan", "mesh"
+RESUMABLE_OPTIONS = *PATHS, "checkpoint_every", "keep", "on_nan", "mesh", "patience"
 
 
 class Check(NamedTuple):
@@ -39,6 +39,7 @@ COUNT = Check(f"be between 1 and {MAX_COUNT}", lambda value: 1 <= value <= MAX_C
 INDEX = Check(f"be between 0 and {MAX_SIZE}", lambda value: 0 <= value <= MAX_SIZE)
 SEED = Check(f"be between 0 and {2**32 - 1}", lambda value: 0 <= value < 2**32)
 SHARE = Check("lie in [0, 1)", lambda value: 0 <= value < 1)
+FRACTION = Check("lie in [0, 1]", lambda value: 0 <= value <= 1)
 POSITIVE = Check("be above 0 and finite", lambda value: 0 < value < math.inf)
 NONNEGATIVE = Check("be at least 0 and finite", lambda value: 0 <= value < math.inf)
 SHARE_OR_COUNT = Check(
@@ -142,6 +143,12 @@ class RunConfig:
     keep: int = option(
         1,
         help="Number of most recent evaluated checkpoints to keep, besides the best one.",
+        check=COUNT,
+    )
+    patience: int | None = option(
+        None,
+        help="Stop after this many validations without a better one.",
+        group=OPTIMIZATION,
         check=COUNT,
     )
     on_nan: Literal["stop", "skip"] = option(

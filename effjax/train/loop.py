@@ -17,7 +17,7 @@ from .config import RESUMABLE_OPTIONS
 from .errors import PreemptionError, TrainError
 from .processes import is_first, run_on_first
 from .run_directory import RunDirectory
-from .task import Metrics, Progress, Result, Stop, Task
+from .task import Metrics, Progress, Record, Result, Stop, Task
 
 WEIGHTS = "weights_sha256"  # in the `base` of config.json
 
@@ -110,6 +110,9 @@ def _fit(
         progress.start(end, done)
 
         for step in range(done + 1, end + 1):
+            if _has_converged(task, records):
+                break
+            done = step
             state, metrics = train_step(state, next(batches), key)
             interval.add(metrics)
 
@@ -138,7 +141,7 @@ def _fit(
 
         checkpoints.wait()
         best = checkpoints.evaluated_steps[0]
-        if best != end:
+        if best != done:
             state = None  # free its memory
             best, state = checkpoints.restore_first_intact(
                 task.shapes(), checkpoints.evaluated_steps, progress.log
@@ -152,6 +155,15 @@ def _fit(
     run.append({"kind": "final"} | vars(result))
     _draw(task, run)
     return result
+
+
+def _has_converged(task: Task[Any], records: Sequence[Record]) -> bool:
+    """Return True if the last `patience` validations were not better than one before."""
+    patience = task.config.patience
+    if patience is None or len(records) <= patience:
+        return False
+    scores = [task.score(record) for record in records]
+    return max(scores) > max(scores[-patience:])
 
 
 class _Interval:

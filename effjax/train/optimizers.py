@@ -7,32 +7,44 @@ import optax
 
 from ..optimizers import adamw_8bit, in_24_bits, in_float32, stochastic_rounding
 
-B2 = 0.95  # decay rate of AdamW's second moment
+B1, B2, EPSILON = 0.9, 0.95, 1e-8  # of AdamW
 LOWEST = 0.1  # of the largest learning rate, at the start and at the end of a run with warmup
 
 
 def make_schedule(
-    kind: Literal["cosine", "step"], learning_rate: float, steps: int, warmup: float | None = None
+    kind: Literal["cosine", "linear", "constant", "step"],
+    learning_rate: float,
+    steps: int,
+    warmup: float | None = None,
+    first: float = LOWEST,
+    lowest: float = LOWEST,
 ) -> optax.Schedule:
     """Return the learning rate as a function of the number of steps.
 
     Args:
-        kind: "cosine" decays to zero; "step" divides by ten after 1/2 and after 3/4 of the steps.
+        kind: "cosine" and "linear" decay after the warmup; "step" divides by ten after 1/2 and
+            after 3/4 of the steps, without warmup.
         learning_rate: The largest learning rate.
         steps: The length of the run.
-        warmup: The share of the steps with linear warmup before a cosine, which then starts and
-            ends at a tenth of `learning_rate`. None for no warmup.
+        warmup: The share of the steps with linear warmup. If it is positive, there is at least one.
+            None for a cosine to zero without warmup.
+        first: The share of `learning_rate` at the start of the warmup.
+        lowest: The share of `learning_rate` at the end of the decay.
     """
     if kind == "step":
         boundaries = {steps // 2: 0.1, steps * 3 // 4: 0.1}
         return optax.piecewise_constant_schedule(learning_rate, boundaries)
     if warmup is None:
         return optax.cosine_decay_schedule(learning_rate, steps)
-    count = max(round(warmup * steps), 1)
-    return optax.warmup_cosine_decay_schedule(
-        LOWEST * learning_rate, learning_rate, count, max(steps, count + 1),
-        end_value=LOWEST * learning_rate,
-    )  # fmt: skip
+    count = max(round(warmup * steps), 1) if warmup else 0
+    rest = max(steps - count, 1)
+    decays = {
+        "cosine": optax.cosine_decay_schedule(learning_rate, rest, lowest),
+        "linear": optax.linear_schedule(learning_rate, lowest * learning_rate, rest),
+        "constant": optax.constant_schedule(learning_rate),
+    }
+    rises = optax.linear_schedule(first * learning_rate, learning_rate, count)
+    return optax.join_schedules([rises, decays[kind]], [count]) if count else decays[kind]
 
 
 def make_sgd(
@@ -60,6 +72,9 @@ def make_optimizer(
     *,
     master_copy: bool = False,
     seed: int = 0,
+    b1: float = B1,
+    b2: float = B2,
+    epsilon: float = EPSILON,
 ) -> optax.GradientTransformation:
     """Return the optimizer of a decoder, with weight decay on the matrices of linear layers only.
 
@@ -78,6 +93,9 @@ def make_optimizer(
         master_copy: Whether bfloat16 parameters have 8 more bits, see `in_24_bits`. Otherwise
             they are rounded stochastically.
         seed: Seed of the stochastic rounding.
+        b1: Decay rate of AdamW's first moment.
+        b2: Decay rate of AdamW's second moment.
+        epsilon: Added to the root of AdamW's second moment.
 
     References:
         K. Jordan et al., Muon, 2024; J. Liu et al., Muon is Scalable for LLM Training, 2025
@@ -93,7 +111,9 @@ def make_optimizer(
 
         return jax.tree.map_with_path(label_one, params)
 
-    options: dict[str, Any] = dict(b2=B2, weight_decay=weight_decay, mask=is_decayed)
+    options: dict[str, Any] = dict(
+        b1=b1, b2=b2, eps=epsilon, weight_decay=weight_decay, mask=is_decayed
+    )
     if name == "adamw8bit":
         optimizer = adamw_8bit(schedule, **options)
     else:

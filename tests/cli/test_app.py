@@ -28,8 +28,8 @@ def test_version(run):
 @pytest.mark.parametrize("command", [["train", "lm"], ["finetune", "model"], ["memory", "lm"]])
 def test_an_option_that_is_given_twice(run, command):
     """The first value would be ignored."""
-    code, _, err = run(*command, "--data", "a", "--steps=1", "--data=b")
-    assert (code, err) == (2, "effjax: --data is given 2 times. Give one.\n")
+    code, _, err = run(*command, "--seed", "1", "--steps=1", "--seed=2")
+    assert (code, err) == (2, "effjax: --seed is given 2 times. Give one.\n")
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["train", "densenet", "--help"]])

@@ -96,6 +96,8 @@ def test_resume_with_moved_files(run_finetune, run_without_training, tmp_path):
         (None, ["base", *ROWS, "--batch-size", "3"], "divisible by the number of devices (=8)"),
         (None, ["base", *ROWS, "--date", "today"], "--date (='today') must be like 2026-01-31"),
         (None, ["base", *ROWS, "--out", "base"], "base: not empty and not a run"),
+        (None, ["base", *ROWS, "--stop-after", "90"], "--stop-after '90' must be a time, such as"),
+        (None, ["base", *ROWS, "--show-ids"], "--show-ids needs --show"),
         ("no tokenizer", ["base", *ROWS], "base/tokenizer.json: cannot be read"),
         ("no weights", ["base", *ROWS], "must contain model.safetensors"),
         ("bad row", ["base", *ROWS], "base/rows.jsonl: line 3: `completion` must be a string"),
@@ -157,6 +159,13 @@ def test_adapter_is_no_checkpoint(run_finetune, tmp_path):
     code, _, err = run_finetune("run/adapter", *ROWS, *SHORT)
     assert code == 2 and one_line(err)
     assert "run/adapter: a LoRA adapter, not a checkpoint. Give the checkpoint that it" in err
+
+
+def test_stop_after(run_finetune, monkeypatch, tmp_path):
+    """The run is saved after the first step that ends too late, and can be resumed."""
+    monkeypatch.setattr("effjax.cli.training.parse_time", lambda *_: -1.0)
+    code, _, err = run_finetune("base", *ROWS, *SHORT, "--stop-after", "1s", "--out", "here")
+    assert code == 75 and one_line(err) and "stopped and saved at step 1. Resume with" in err
 
 
 def test_show(run, base, tmp_path):

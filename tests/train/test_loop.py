@@ -138,6 +138,17 @@ def test_tests_the_best_parameters_once(task, whole, first_is_best):
     assert result.test_loss > whole[1].test_loss  # the small models learn to the end
 
 
+def test_stops_without_improvement(tmp_path, task):
+    """After the second validation, and a resumed run takes no further step."""
+    first = FirstIsBest(CachedTask(task, patience=1))
+    run, (best, last, _) = new_run(tmp_path / "run", first), task.eval_steps
+    result = fit(first, run)
+    assert kinds(run) == [task.unit] * 2 + ["final"] and checkpoints(run) == {str(best), str(last)}
+    assert first.evaluated[-1] == ("test", best)
+    again = fit(first, run, resume=True)
+    assert again.test_loss == result.test_loss and checkpoints(run) == {str(best), str(last)}
+
+
 @vary_kind
 def test_resumes_exactly_after_ctrl_c(tmp_path, task, whole):
     run, progress = new_run(tmp_path / "run", task), InterruptAt(task.eval_steps[0] + 1)

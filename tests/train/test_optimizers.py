@@ -2,10 +2,15 @@
 
 from typing import Any
 
+import jax
 import numpy as np
+import optax
 import pytest
 
+from effjax.train.mesh import make_mesh
 from effjax.train.optimizers import make_schedule
+from effjax.train.text.config import LMConfig
+from effjax.train.text.learner import byte_decoder, make_learner
 
 
 def rates(schedule: Any, steps):
@@ -24,3 +29,32 @@ def test_warmup():
     np.testing.assert_allclose(rates(schedule, (0, 10, 100)), [0.1, 1, 0.1], atol=1e-6)
     assert rates(make_schedule("cosine", 1.0, 100, warmup=0.5), [50]) == pytest.approx([1])
     assert np.isfinite(rates(make_schedule("cosine", 1.0, 1, warmup=0.1), [0])).all()
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0.0, 10), (0.2, 10)])
+def test_linear_schedule_of_transformers(warmup, steps):
+    """The rate of `get_linear_schedule_with_warmup` at each step."""
+    schedule = make_schedule("linear", 2.0, steps, warmup, first=0.0, lowest=0.0)
+    count = round(warmup * steps)
+    expected = [
+        2 * (i / count if i < count else (steps - i) / (steps - count)) for i in range(steps)
+    ]
+    np.testing.assert_allclose(rates(schedule, range(steps)), expected, rtol=1e-6)
+    constant = make_schedule("constant", 2.0, steps, warmup, first=0.5)
+    assert rates(constant, [0, 9]) == [1 if warmup else 2, 2]
+
+
+def test_options_of_the_optimizer():
+    config = LMConfig(
+        learning_rate=0.1, schedule="constant", warmup=0, weight_decay=0, steps=9, beta1=0.8,
+        beta2=0.9, epsilon=0.01,
+    ).resolve()  # fmt: skip
+    optimizer: Any = make_learner(config, byte_decoder(config), make_mesh(None)).optimizer
+    expected: Any = optax.adam(0.1, 0.8, 0.9, 0.01)
+    params = {"a_proj.weight": np.ones((2, 3), "f4")}
+    states = [tx.init(params) for tx in (optimizer, expected)]
+    for scale in 1, -0.1:
+        grads = jax.tree.map(lambda a, scale=scale: scale * a, params)
+        ours, states[0] = optimizer.update(grads, states[0], params)
+        theirs, states[1] = expected.update(grads, states[1], params)
+        np.testing.assert_allclose(ours["a_proj.weight"], theirs["a_proj.weight"], rtol=1e-6)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, Self
 from ..config import (
     COUNT,
     DATA,
+    FRACTION,
     MODEL,
     NONNEGATIVE,
     OPTIMIZATION,
@@ -90,9 +91,36 @@ class TextConfig(RunConfig):
     )
     warmup: float = option(
         0.1,
-        help="Share of the steps in which the learning rate grows. It then falls as a cosine.",
+        help="Share of the steps in which the learning rate grows. It then follows --schedule.",
         group=OPTIMIZATION,
         check=SHARE,
+    )
+    schedule: Literal["cosine", "linear", "constant"] = option(
+        "cosine", help="Form of the learning rate after the warmup.", group=OPTIMIZATION
+    )
+    first_rate: float = option(
+        0.1,
+        help="Learning rate at the start of the warmup, as a share of the largest.",
+        group=OPTIMIZATION,
+        check=FRACTION,
+    )
+    lowest_rate: float = option(
+        0.1,
+        help="Learning rate at the end of a cosine or linear schedule, as a share of the largest.",
+        group=OPTIMIZATION,
+        check=FRACTION,
+    )
+    beta1: float = option(
+        0.9, help="Decay rate of the first moment.", group=OPTIMIZATION, check=SHARE
+    )
+    beta2: float = option(
+        0.95, help="Decay rate of AdamW's second moment.", group=OPTIMIZATION, check=SHARE
+    )
+    epsilon: float = option(
+        1e-8,
+        help="Added to the root of AdamW's second moment.",
+        group=OPTIMIZATION,
+        check=POSITIVE,
     )
     weight_decay: float = option(
         0.0,
@@ -119,6 +147,11 @@ class TextConfig(RunConfig):
         return self.param_dtype.removesuffix("-24")
 
     @property
+    def has_validation(self) -> bool:
+        """True if there is a validation part."""
+        return self.validation > 0
+
+    @property
     def row_length(self) -> int:
         """Tokens of a row."""
         raise NotImplementedError
@@ -134,6 +167,8 @@ class TextConfig(RunConfig):
                 "`on_nan` (=skip) cannot be combined with `fuse_update`, which updates the last "
                 "layers before the gradients of the first ones exist"
             )
+        if self.patience is not None and not self.has_validation:
+            raise TrainError(f"`patience` (={self.patience}) needs validation rows")
         if self.batch_size % self.num_microbatches:
             raise TrainError(
                 f"`num_microbatches` (={self.num_microbatches}) must divide `batch_size` "
@@ -258,6 +293,12 @@ class FinetuneConfig(TextConfig):
         help="Put several sequences into a row. Tokens attend to their own sequence only.",
         group=DATA,
     )
+    order: Literal["random", "file"] = option(
+        "random",
+        help="Order of the rows of each epoch: random, or that of the data. Packing then joins "
+        "neighbors.",
+        group=DATA,
+    )
     date: str | None = option(
         None,
         help="Date that chat templates write, as in 2026-01-31. (default: today)",
@@ -300,6 +341,11 @@ class FinetuneConfig(TextConfig):
         if isinstance(self.data, str):  # in Python, and in runs of earlier versions
             object.__setattr__(self, "data", [self.data])
         super().__post_init__()
+
+    @property
+    def has_validation(self) -> bool:
+        """True if there is a validation part."""
+        return self.validation > 0 or self.validation_data is not None
 
     @property
     def weights_of_data(self) -> list[float] | None:

@@ -85,13 +85,17 @@ def make_learner(config: TextConfig, model: DecoderConfig, mesh: AnyMesh) -> "De
 def learning_rate_schedule(config: TextConfig) -> optax.Schedule:
     """Return the learning rate of a run whose number of steps is known."""
     assert config.learning_rate is not None and config.steps is not None
-    return make_schedule("cosine", config.learning_rate, config.steps, config.warmup)
+    return make_schedule(
+        config.schedule, config.learning_rate, config.steps, config.warmup,
+        config.first_rate, config.lowest_rate,
+    )  # fmt: skip
 
 
 def _make_optimizer(config: TextConfig) -> optax.GradientTransformation:
     return make_optimizer(
         config.optimizer, learning_rate_schedule(config), config.weight_decay,
-        master_copy=config.param_dtype == "bfloat16-24", seed=config.seed,
+        master_copy=config.param_dtype == "bfloat16-24", seed=config.seed, b1=config.beta1,
+        b2=config.beta2, epsilon=config.epsilon,
     )  # fmt: skip
 
 

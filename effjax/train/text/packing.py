@@ -23,6 +23,7 @@ class PackedSequences:
             second one, and so on.
         starts: int64 [number of rows + 1], where each row begins in `order`.
         packed: Whether a row may have several sequences.
+        shuffled: Whether each epoch has the rows in another order.
     """
 
     sequences: Sequences
@@ -30,6 +31,7 @@ class PackedSequences:
     order: np.ndarray
     starts: np.ndarray
     packed: bool = True
+    shuffled: bool = True
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -74,7 +76,9 @@ class PackedSequences:
         return batch
 
 
-def pack(sequences: Sequences, length: int, packing: bool = True) -> PackedSequences:
+def pack(
+    sequences: Sequences, length: int, packing: bool = True, in_order: bool = False
+) -> PackedSequences:
     """Distribute sequences over rows of a fixed length.
 
     The longest sequences come first, and each goes to the fullest row that has room for it. The
@@ -85,12 +89,21 @@ def pack(sequences: Sequences, length: int, packing: bool = True) -> PackedSeque
         sequences: At most `length` tokens each.
         length: Number of tokens in a row.
         packing: If False, each row has one sequence.
+        in_order: Whether to keep the order of the sequences. A row then ends where the next
+            sequence does not fit.
     """
-    if not packing:
-        number = len(sequences)
-        starts = np.arange(number + 1)
-        return PackedSequences(sequences, length, np.arange(number), starts, packed=False)
-    lengths = sequences.lengths
+    number, lengths = len(sequences), sequences.lengths
+    if not packing or in_order:
+        firsts, room = [], 0
+        for sequence, size in enumerate(lengths.tolist()):
+            if not packing or size > room:
+                firsts.append(sequence)
+                room = length
+            room -= size
+        starts = np.array([*firsts, number])
+        return PackedSequences(
+            sequences, length, np.arange(number), starts, packing, shuffled=not in_order
+        )
     row_of = np.zeros(len(sequences), np.int64)
     rooms: list[int] = []  # the different numbers of free tokens, sorted
     rows: dict[int, list[int]] = {}  # the rows with that many
@@ -171,7 +184,8 @@ def train_batches(
 ) -> Iterator[Batch]:  # fmt: skip
     """Yield batches without end, determined by seed and step.
 
-    Each epoch has all rows in a random order. A batch may end one epoch and begin the next.
+    Each epoch has all rows, in a random order if they are shuffled. A batch may end one
+    epoch and begin the next.
 
     Args:
         packed: From `pack`; not empty.
@@ -180,7 +194,7 @@ def train_batches(
         first_step: Number of batches to skip.
         rows: Rows of each batch to return (those of this process).
     """
-    order = _train_order(len(packed), seed, first_step * batch_size)
+    order = _train_order(len(packed), seed, first_step * batch_size, packed.shuffled)
     while True:
         chosen = np.fromiter(itertools.islice(order, batch_size), np.int64, batch_size)
         yield packed.batch(chosen[rows])
@@ -201,8 +215,9 @@ def eval_batches(
         yield packed.batch(np.where(numbers < len(packed), numbers, -1)[rows])
 
 
-def _train_order(count: int, seed: int, first: int) -> Iterator[int]:
+def _train_order(count: int, seed: int, first: int, shuffled: bool) -> Iterator[int]:
     """Yield the rows of all epochs, from the given one on."""
     for epoch in itertools.count(first // count):
         order = np.random.default_rng([seed, epoch]).permutation(count)
+        order = order if shuffled else np.arange(count)
         yield from order[first % count if epoch == first // count else 0 :]

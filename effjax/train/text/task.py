@@ -129,7 +129,8 @@ def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base,
     )  # fmt: skip
     check_vocabulary(source, tokenizer, base)
     train, validation = (
-        pack(part, config.max_length, config.packing) for part in (source.train, source.validation)
+        pack(part, config.max_length, config.packing, config.order == "file")
+        for part in (source.train, source.validation)
     )
     steps = config.steps or round_steps(config.epochs, len(train), config.batch_size)
     config = dataclasses.replace(config, checkpoint=base.path, date=date.isoformat(), steps=steps)

@@ -149,3 +149,15 @@ def test_batch_over_devices():
     batch = global_batch(rows, 8, mesh)
     assert {array.sharding.num_devices for array in batch.values()} == {8}
     assert_same(jax.device_get(batch), rows)
+
+
+def test_order_of_the_file():
+    """Neighbors share a row, and each epoch has the rows in the same order."""
+    sequences = numbered([3, 5, 2, 7, 1, 4])
+    packed = pack(sequences, LENGTH, in_order=True)
+    rows = [packed.batch(np.array([i]))["tokens"][0] for i in range(len(packed))]
+    assert np.concatenate([row[row > 0] for row in rows]).tolist() == sequences.tokens.tolist()
+    assert [np.count_nonzero(row) for row in rows] == [8, 2, 8, 4]
+    batches = train_batches(packed, len(packed), seed=0)
+    for _ in range(2):
+        np.testing.assert_array_equal(next(batches)["tokens"], rows)
