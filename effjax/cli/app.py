@@ -12,7 +12,7 @@ from .. import __version__
 from ..train.text.config import FinetuneConfig
 from . import errors
 from .convert import convert
-from .generate import generate
+from .generate import generate, merge
 from .memory import memory_app
 from .options import Command, command
 from .train import FinetuneRunOptions, finetune, train_app
@@ -92,6 +92,7 @@ def doctor(
 # `Command` lays out the help of commands with many options.
 app.command("convert", cls=Command)(convert)
 app.command("generate", cls=Command)(generate)
+app.command("merge", cls=Command)(merge)
 command(app, "finetune", FinetuneConfig, FinetuneRunOptions)(finetune)
 app.add_typer(memory_app, name="memory")
 app.add_typer(train_app, name="train")

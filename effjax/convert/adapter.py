@@ -28,13 +28,14 @@ MODEL = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 BASE = "base_model.model."  # before the names of the base model
 A, B = ".lora_A.weight", ".lora_B.weight"
-# Options of PEFT that change what an adapter computes, unless they are false or empty.
-UNSUPPORTED = (
-    "alora_invocation_tokens", "alpha_pattern", "arrow_config", "fan_in_fan_out", "kasa_config",
-    "layer_replication", "lora_bias", "modules_to_save", "monteclora_config", "rank_pattern",
-    "target_parameters", "trainable_token_indices", "use_bdlora", "use_dora", "use_qalora",
-    "velora_config",
-)  # fmt: skip
+# Options of PEFT that are read, or that do not change what a saved adapter computes.
+KNOWN = {
+    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
+    "eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
+    "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config",
+    "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision",
+    "runtime_config", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
 # Initializations that do not change the base model.
 INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -48,8 +49,8 @@ def load_adapter(
     """Load a LoRA adapter in PEFT's layout, with its layers stacked.
 
     The folder contains `adapter_config.json` and `adapter_model.safetensors`. Unsupported are DoRA,
-    patterns of ranks and alphas, `modules_to_save`, biases, and initializations that change the
-    base model, such as PiSSA and OLoRA.
+    patterns of ranks and alphas, `modules_to_save`, biases, initializations that change the base
+    model, such as PiSSA and OLoRA, and all options of PEFT that are not known here.
 
     Args:
         folder: The adapter.
@@ -79,8 +80,25 @@ def load_adapter(
         raise ValueError(
             f"{folder / CONFIG}: r is {config['r']}, but the matrices have rank {rank}."
         )
-    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
-    return arrays, config["lora_alpha"] / divisor
+    return arrays, _find_scale(config)
+
+
+def read_adapter_options(
+    folder: str | os.PathLike[str], *, layers_prefix: str = LAYERS_PREFIX
+) -> tuple[int, float, list[str]]:
+    """Return the rank of an adapter, its scale, and the names of the modules that it adapts.
+
+    Args:
+        folder: The adapter, as for `load_adapter`. No weights are read.
+        layers_prefix: What stands before the number of a layer in the base model.
+
+    Raises:
+        ValueError, OSError: as for `load_adapter`.
+    """
+    folder = Path(folder)
+    config, shapes = _read_config(folder / CONFIG), _find_shapes(folder, f"{BASE}{layers_prefix}")
+    modules = sorted(name.removesuffix(A) for name in shapes if name.endswith(A))
+    return config["r"], _find_scale(config), modules
 
 
 def save_adapter(
@@ -90,6 +108,7 @@ def save_adapter(
     *,
     base_model: str | None = None,
     base_revision: str | None = None,
+    copied_files: Mapping[str, Path] | None = None,
     layers_prefix: str = LAYERS_PREFIX,
     overwrite: bool = False,
     require_finite: bool = False,
@@ -104,6 +123,7 @@ def save_adapter(
         scale: The factor of ``B @ A``, written as ``lora_alpha / r``.
         base_model: The name or folder of the model that is adapted, for PEFT.
         base_revision: The commit of a model on the Hub.
+        copied_files: Other files of the adapter, by their new names.
         layers_prefix: What stands before the number of a layer in the base model.
         overwrite: Whether to replace an older adapter, as in `save_checkpoint`.
         require_finite: Whether to refuse arrays with NaN or infinity.
@@ -130,6 +150,7 @@ def save_adapter(
     sources = make_sources(layers, {}, f"{BASE}{layers_prefix}")
     text = json.dumps(config, indent=2) + "\n"
     files = {CONFIG: text.encode()}
+    files |= {name: path.read_bytes() for name, path in (copied_files or {}).items()}
     save_arrays(
         Path(folder), MODEL, sources, files, 1 << 62, overwrite, require_finite, progress=None
     )
@@ -146,13 +167,23 @@ def _read_config(path: Path) -> dict[str, Any]:
         check(math.isfinite(config["lora_alpha"]), "lora_alpha is not finite")
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{path}: not {kind} ({error!s:.200})") from error
-    options = [f"{name}={config[name]!r:.80}" for name in UNSUPPORTED if config.get(name)]
+    use_rslora = config.get("use_rslora")
+    if use_rslora is not None and not isinstance(use_rslora, bool):
+        raise ValueError(f"{path}: use_rslora is {use_rslora!r:.80}, not true or false.")
+    options = [
+        f"{name:.80}={value!r:.80}" for name, value in config.items() if value and name not in KNOWN
+    ]
     options += [f"bias={config['bias']!r:.80}"] if config.get("bias") not in (None, "none") else []
     if (init := config.get("init_lora_weights")) not in INITIALIZATIONS:
         options.append(f"init_lora_weights={init!r:.80}")
     if options:
         raise ValueError(f"{path}: adapters with {', '.join(options)} are not supported.")
     return config
+
+
+def _find_scale(config: Mapping[str, Any]) -> float:
+    rank = config["r"]
+    return config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _find_shapes(folder: Path, prefix: str) -> dict[str, jax.ShapeDtypeStruct]:

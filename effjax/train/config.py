@@ -23,7 +23,7 @@ MAX_SIZE, MAX_COUNT = 2**20, 2**31 - 1
 
 # Options that may change on `--resume`. They do not affect the result of a step with finite loss
 # and gradients, apart from rounding. Files may move: they are compared by their content.
-PATHS = "data", "validation_data", "checkpoint", "chat_template"
+PATHS = "data", "validation_data", "checkpoint", "chat_template", "adapter"
 RESUMABLE_OPTIONS = *PATHS, "checkpoint_every", "keep", "on_nan", "mesh", "patience"
 
 

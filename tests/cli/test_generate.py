@@ -106,13 +106,9 @@ def test_runs_and_adapters(run, base, tmp_path):
     folder = tmp_path / "lora" / "adapter"
     convert.save_adapter(folder, adapter, 3.0, base_model=str(base))
 
-    config = DecoderConfig.from_json(base)
-    layers, others = convert.load_checkpoint(base, *decoder_shapes(config))
-    layers["mlp.up_proj.weight"] += (3 * b @ a).astype(np.float32)
-    convert.save_checkpoint(tmp_path / "merged", layers, others, config.to_json())
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(base / name, tmp_path / "merged")
-
+    assert run("merge", "lora", "--out", "merged") == (0, "written: merged\n", "")
+    code, _, err = run("merge", "lora", "--out", "merged")
+    assert code == 2 and one_line(err) and "merged: exists and is not empty" in err
     options = "--no-chat", "--prompt", PROMPT, *GREEDY
     places = base, "full", "merged", "lora", folder
     outputs = [run("generate", place, *options)[1] for place in places]
@@ -121,6 +117,9 @@ def test_runs_and_adapters(run, base, tmp_path):
     change(folder / "adapter_config.json", base_model_name_or_path="gone")
     code, out, err = run("generate", "lora", *options)
     assert (code, out) == (2, "") and one_line(err) and "(='gone') must be the folder" in err
+    assert run("generate", "lora", "--base", base, *options)[1] == outputs[3]
+    code, _, err = run("generate", base, "--base", base, *options)
+    assert code == 2 and one_line(err) and "needs an adapter" in err
     write_checkpoint("other", hidden_size=16)
     change(folder / "adapter_config.json", base_model_name_or_path="other")
     code, out, err = run("generate", "lora", *options)

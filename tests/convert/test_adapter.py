@@ -92,6 +92,8 @@ def test_other_prefix(tmp_path):
         (r"alpha_pattern=\{'q': 3\}, b.* are not", {"bias": "all", "alpha_pattern": {"q": 3}}),
         (r"modules_to_save=\['lm_head'\] are not", {"modules_to_save": ["lm_head"]}),
         (r"init_lora_weights='pissa' are not", {"init_lora_weights": "pissa"}),
+        (r"adapters with rotates=2 are not", {"rotates": 2, "future": None}),
+        (r"use_rslora is 'false', not true or false", {"use_rslora": "false"}),
         (r"r is 4, but the matrices have rank 2", {"r": 4}),
         (r"\(r is not a positive integer\)", {"r": None}),
         (r"\(lora_alpha is not a number\)", {"lora_alpha": True}),

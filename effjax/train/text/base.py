@@ -5,12 +5,14 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...convert import load_checkpoint
+from ...convert.adapter import load_adapter, read_adapter_options
 from ...convert.checkpoint import IGNORED, check_checkpoint, complete_replacement, differ
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
@@ -74,7 +76,7 @@ class Base:
 
     def check(self, layers: Any, others: Any) -> None:
         """Raise DataError unless the files have tensors of these shapes."""
-        self._convert_errors(check_checkpoint, layers, others, ignore=self._ignored)
+        _convert_errors(self.folder, check_checkpoint, layers, others, ignore=self._ignored)
         self._check_tied_head()
 
     def load(
@@ -86,8 +88,8 @@ class Base:
             DataError: The files cannot be read, or are those of another model.
         """
         self._check_tied_head()
-        return self._convert_errors(
-            load_checkpoint, layers, others, ignore=self._ignored, progress=progress
+        return _convert_errors(
+            self.folder, load_checkpoint, layers, others, ignore=self._ignored, progress=progress
         )
 
     @property
@@ -106,7 +108,7 @@ class Base:
 
     @functools.cached_property
     def _has_other_head(self) -> bool:
-        return self._convert_errors(differ, HEAD, EMBEDDING)
+        return _convert_errors(self.folder, differ, HEAD, EMBEDDING)
 
     @property
     def tokenizer_files(self) -> list[Path]:
@@ -114,13 +116,53 @@ class Base:
         files = (self.folder / name for name in TOKENIZER_FILES)
         return [file for file in files if file.is_file()]
 
-    def _convert_errors(self, function: Callable, *args: Any, **options: Any) -> Any:
-        try:
-            return function(self.folder, *args, **options)
-        except ValueError as error:
-            raise DataError(str(error)) from error
-        except OSError as error:
-            raise unreadable(self.folder, error) from error
+
+def find_adapter(name: str) -> Path:
+    """Return the folder of an adapter.
+
+    Args:
+        name: The folder, a run of `effjax finetune --lora`, or a name on the Hub.
+
+    Raises:
+        DataError: There is none.
+    """
+    folder = Path(os.path.realpath(name))
+    if (repository := parse_name(name)) is not None:
+        folder, _ = download(repository, ADAPTER_FILES)
+    for path in (folder, folder / ADAPTER):
+        if (path / ADAPTER_CONFIG).is_file():
+            return path
+    raise DataError(f"{name}: not a LoRA adapter, which has the file {ADAPTER_CONFIG}.")
+
+
+def load_adapters(name: str, shapes: Any, scale: float) -> dict[str, Any]:
+    """Return the matrices of an adapter, in the places of their shapes.
+
+    Raises:
+        DataError: They cannot be read, or have other shapes or another scale.
+    """
+    folder = find_adapter(name)
+    arrays, stored = _convert_errors(folder, load_adapter, shapes)
+    if not math.isclose(stored, scale, rel_tol=1e-6):
+        raise DataError(
+            f"{folder}: its matrices are multiplied by {stored:g}, not by {scale:g}. Leave out "
+            "`lora`, `lora_alpha` and `rslora`, which are those of the adapter."
+        )
+    return arrays
+
+
+def read_adapter(name: str) -> tuple[int, float, list[str]]:
+    """Return the rank, the scale and the modules of an adapter; raise DataError."""
+    return _convert_errors(find_adapter(name), read_adapter_options)
+
+
+def _convert_errors(folder: Path, function: Callable, *args: Any, **options: Any) -> Any:
+    try:
+        return function(folder, *args, **options)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    except OSError as error:
+        raise unreadable(folder, error) from error
 
 
 def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> Base:

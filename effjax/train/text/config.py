@@ -1,6 +1,7 @@
 """The configurations of training runs on text. Imports no JAX."""
 
 import dataclasses
+import math
 from typing import ClassVar, Literal, Self
 
 from ..config import (
@@ -306,7 +307,7 @@ class FinetuneConfig(TextConfig):
     )
     lora: int | None = option(
         None,
-        help="Train only adapters of this rank, of all linear layers. (default: train all)",
+        help="Train only adapters of this rank. (default: train all parameters)",
         group=MODEL,
         check=SIZE,
     )
@@ -315,6 +316,20 @@ class FinetuneConfig(TextConfig):
         help="The product of adapters is multiplied by alpha / rank. (default: 2 · rank)",
         group=MODEL,
         check=POSITIVE,
+    )
+    lora_targets: str | None = option(
+        None,
+        help="Linear layers with adapters, such as q_proj,v_proj. (default: all)",
+        group=MODEL,
+    )
+    rslora: bool = option(
+        False, help="Multiply the product of adapters by alpha / sqrt(rank).", group=MODEL
+    )
+    adapter: str | None = option(
+        None,
+        help="Start from this adapter, a folder, a run or a name on the Hub, with its rank, scale "
+        "and layers.",
+        group=MODEL,
     )
     param_dtype: ParamDtype = inherit(TextConfig, "param_dtype", default="bfloat16")
     epochs: int = option(3, help="Passes over the rows.", group=OPTIMIZATION, check=COUNT)
@@ -375,17 +390,24 @@ class FinetuneConfig(TextConfig):
 
     @property
     def lora_scale(self) -> float:
-        """The factor of the product of adapters, `lora_alpha / lora`; 1 without adapters."""
+        """The factor of the product of adapters; 1 without adapters."""
         if self.lora is None:
             return 1.0
-        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora
+        if self.lora_alpha is None:
+            return 2.0
+        return self.lora_alpha / (math.sqrt(self.lora) if self.rslora else self.lora)
 
     def resolve(self) -> Self:
         """Return the configuration with its learning rate."""
         if self.max_length < 2:
             raise TrainError(f"`max_length` (={self.max_length}) must be at least 2")
-        if self.lora_alpha is not None and self.lora is None:
-            raise TrainError(f"`lora_alpha` (={self.lora_alpha}) needs `lora`")
+        if self.adapter is not None and self.lora is None:
+            return self._with_adapter().resolve()
+        for name in ("lora_alpha", "lora_targets", "rslora"):
+            if (value := getattr(self, name)) and self.lora is None:
+                raise TrainError(f"`{name}` (={value}) needs `lora`")
+        if self.rslora and self.lora_alpha is None:
+            raise TrainError("`rslora` needs `lora_alpha`")
         if self.lora is not None and self.optimizer == "muon":
             raise TrainError(
                 "`optimizer` (=muon) trains the matrices of layers, not the adapters of `lora`"
@@ -400,3 +422,16 @@ class FinetuneConfig(TextConfig):
         if rate is None:
             rate = FULL_RATE if self.lora is None else LORA_RATE
         return dataclasses.replace(super().resolve(), learning_rate=rate)
+
+    def _with_adapter(self) -> Self:
+        """Return the configuration with the options of its adapter."""
+        from .base import read_adapter
+
+        for name in ("lora_alpha", "lora_targets", "rslora"):
+            if value := getattr(self, name):
+                raise TrainError(f"`{name}` (={value}) is that of `adapter`. Leave it out.")
+        assert self.adapter is not None
+        rank, scale, modules = read_adapter(self.adapter)
+        return dataclasses.replace(
+            self, lora=rank, lora_alpha=scale * rank, lora_targets=",".join(modules)
+        )

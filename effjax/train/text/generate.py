@@ -16,14 +16,14 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from ... import offload_jit, to_host
-from ...convert import load_adapter
+from ...convert import load_adapter, save_checkpoint
 from ...convert.checkpoint import complete_replacement
 from ...models import DecoderConfig, decoder_shapes
 from ...models.generate import Options, advance, start
 from ..errors import DataError, TrainError, counted, printable, quoted, unreadable
 from ..run_directory import RunDirectory
 from .base import ADAPTER, ADAPTER_CONFIG, ADAPTER_FILES, MODEL, Base, find_base
-from .chat import Tokenizer, load_tokenizer
+from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from .config import FinetuneConfig
 from .hub import download, parse_name
 
@@ -192,7 +192,9 @@ def find_model(
     if base_name is not None and adapter is None:
         raise TrainError(f"--base {base_name} needs an adapter, and {name} is none.")
     base = find_base(checkpoint, dtype)
-    return TextModel(base, adapter, load_tokenizer(base.folder, today))
+    template = None if adapter is None else adapter / CHAT_TEMPLATE
+    template = template if template is not None and template.is_file() else None
+    return TextModel(base, adapter, load_tokenizer(base.folder, today, template))
 
 
 def find_base_of(adapter: Path) -> str:
@@ -214,6 +216,42 @@ def find_base_of(adapter: Path) -> str:
         f"{file}: `base_model_name_or_path` (={base!r:.200}) must be the folder of the base model, "
         "or its name on the Hub. Give the base model with --base."
     )
+
+
+def merge(model: TextModel, folder: Path) -> None:
+    """Write the checkpoint of a model with its adapter added to the weights, as W + scale · B A.
+
+    Each product is added in float32 and rounded to the dtype of the parameters once.
+
+    Args:
+        model: A model with an adapter, from `find_model`.
+        folder: Where to write; must not exist or be empty.
+
+    Raises:
+        DataError: The files cannot be read, or do not belong to each other.
+        OSError: The folder cannot be written.
+    """
+    layers, others, scale = model.load(offload=False)
+    for name in [name for name in layers if name.endswith(".lora_A.weight")]:
+        module = name.removesuffix(".lora_A.weight")
+        a, b = layers.pop(name), layers.pop(f"{module}.lora_B.weight")
+        layers[f"{module}.weight"] = _add_product(layers[f"{module}.weight"], a, b, scale)
+    files = {file.name: file for file in model.base.tokenizer_files}
+    if model.adapter is not None and (template := model.adapter / CHAT_TEMPLATE).is_file():
+        files[CHAT_TEMPLATE] = template
+    save_checkpoint(folder, layers, others, model.config.to_json(), copied_files=files)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add_product(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    # One layer at a time: a product in float32 is as large as the layer.
+    def add(_: None, arrays: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        weight, a, b = arrays
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        product = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
+        return None, (weight.astype(jnp.float32) + scale * product).astype(weight.dtype)
+
+    return jax.lax.scan(add, None, (weight, a, b))[1]
 
 
 def count_new_tokens(model: TextModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:

@@ -22,6 +22,7 @@ from ...models import (
     init_decoder_others,
 )
 from ...models.decoder import Params
+from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
 from ..optimizers import make_optimizer, make_schedule
 from .config import FinetuneConfig, LMConfig, Offload, Policy, TextConfig
@@ -79,7 +80,22 @@ def make_learner(config: TextConfig, model: DecoderConfig, mesh: AnyMesh) -> "De
         num_microbatches=config.num_microbatches, mlp_chunk_size=config.mlp_chunk_size,
         clip_norm=config.clip_norm or None, skip_nonfinite=config.on_nan == "skip",
         lora_rank=config.lora if lora else None, lora_scale=config.lora_scale if lora else 1.0,
+        lora_targets=_find_targets(config, model) if lora else None,
     )  # fmt: skip
+
+
+def _find_targets(config: FinetuneConfig, model: DecoderConfig) -> tuple[str, ...] | None:
+    """Return the linear layers with adapters, as in `self_attn.q_proj`; None for all."""
+    if config.lora_targets is None:
+        return None
+    layers, _ = decoder_shapes(model)
+    modules = [name.removesuffix(".weight") for name in layers if name.endswith("_proj.weight")]
+    targets = [name.strip() for name in config.lora_targets.split(",")]
+    for target in targets:
+        if not any(target in (module, module.rpartition(".")[2]) for module in modules):
+            known = ", ".join(module.rpartition(".")[2] for module in modules)
+            raise TrainError(f"`lora_targets` (={target!r:.120}) must be some of {known}")
+    return tuple(m for m in modules if m in targets or m.rpartition(".")[2] in targets)
 
 
 def learning_rate_schedule(config: TextConfig) -> optax.Schedule:
@@ -116,9 +132,10 @@ class DecoderLearner:
         mlp_chunk_size: Argument of `decoder_functions`.
         clip_norm: The largest norm of the gradients of a step. With `fuse_update` they are clipped
             by the norm of the previous step. None disables clipping.
-        lora_rank: The rank of adapters of all linear layers, which alone are trained. None trains
+        lora_rank: The rank of adapters of linear layers, which alone are trained. None trains
             all parameters.
         lora_scale: The factor of the adapters.
+        lora_targets: The linear layers with adapters, as in `self_attn.q_proj`. None for all.
         skip_nonfinite: Whether a step with a loss or gradients that are not finite changes only
             the number of the step. Not with `fuse_update`.
     """
@@ -135,6 +152,7 @@ class DecoderLearner:
     clip_norm: float | None = None
     lora_rank: int | None = None
     lora_scale: float = 1.0
+    lora_targets: tuple[str, ...] | None = None
     skip_nonfinite: bool = False
 
     @property
@@ -166,7 +184,7 @@ class DecoderLearner:
         """Return the shapes, dtypes, shardings and memory of the state."""
         layers, others = self.model_shapes()
         if self.lora_rank is not None:
-            layers |= self._place(self._adapter_shapes(), stacked=True)
+            layers |= self.adapter_shapes()
         # Host arrays exist only with concrete devices, and shapes do not depend on the place.
         on_device = dataclasses.replace(self, offload="none")
         init, _ = on_device._offload_functions()
@@ -179,16 +197,23 @@ class DecoderLearner:
         )
         return with_shardings(shapes, self._shardings(shapes))
 
-    def initial_state(self, layers: Params, others: Params, seed: int = 0) -> DecoderState:
+    def adapter_shapes(self) -> Params:
+        """Return the shapes of the adapters, with their places."""
+        return self._place(self._adapter_shapes(), stacked=True)
+
+    def initial_state(
+        self, layers: Params, others: Params, seed: int = 0, adapters: Params | None = None
+    ) -> DecoderState:
         """Return the state before the first step.
 
         Args:
             layers: The parameters of the layers, in the places of `model_shapes`.
             others: The parameters outside the layers.
             seed: Seed of the adapters.
+            adapters: The adapters, in the places of `adapter_shapes`. By default they are new.
         """
         if self.lora_rank is not None:
-            layers = layers | self._init_adapters(seed)
+            layers = layers | (self._init_adapters(seed) if adapters is None else adapters)
         init, _ = self._offload_functions()
         state = DecoderState(jnp.int32(0), init(layers, others))
         return put(state, self._shardings(state))
@@ -272,7 +297,8 @@ class DecoderLearner:
         layers, _ = decoder_shapes(self.model)
         shapes: Params = {}
         for name, a in layers.items():
-            if name.endswith("_proj.weight"):
+            module = name.removesuffix(".weight")
+            if name.endswith("_proj.weight") and module in (self.lora_targets or (module,)):
                 base, (count, outputs, inputs) = name.removesuffix("weight"), a.shape
                 for end, shape in (
                     (LORA_A, (self.lora_rank, inputs)),
@@ -283,7 +309,7 @@ class DecoderLearner:
 
     def _init_adapters(self, seed: int) -> Params:
         """Return adapters that do not change the model: A is uniform in ±1/√in, and B is 0."""
-        shapes = self._place(self._adapter_shapes(), stacked=True)
+        shapes = self.adapter_shapes()
 
         def init(key: jax.Array) -> Params:
             def draw(i: int, name: str, a: jax.ShapeDtypeStruct) -> jax.Array:

@@ -18,7 +18,7 @@ from ..errors import DataError, TrainError
 from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mesh
 from ..run_directory import RunDirectory
 from ..task import Metrics, Part, Record, Task, TrainStep
-from .base import ADAPTER, MODEL, Base, find_base
+from .base import ADAPTER, MODEL, Base, find_base, load_adapters
 from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from .config import FinetuneConfig, LMConfig, TextConfig
 from .learner import (
@@ -212,7 +212,13 @@ class TextTask(Task[TextResult]):
             params = self.learner.random_params(seed)
         else:
             params = self.base.load(*self.learner.model_shapes(), progress=self.load_progress)
-        return self.learner.initial_state(*params, seed=seed)
+        adapters = None
+        if isinstance(self.config, FinetuneConfig) and self.config.adapter is not None:
+            learner = self.learner
+            adapters = load_adapters(
+                self.config.adapter, learner.adapter_shapes(), learner.lora_scale
+            )
+        return self.learner.initial_state(*params, seed=seed, adapters=adapters)
 
     def shapes(self) -> DecoderState:
         return self.learner.shapes()
@@ -276,19 +282,20 @@ class TextTask(Task[TextResult]):
         folder, base = run.path / self.exported, self.base
         layers, others = state.model.layers, state.model.others
         options: dict[str, Any] = {"overwrite": True, "require_finite": True}
+        templates = {}
+        if isinstance(self.config, FinetuneConfig) and self.config.chat_template:
+            templates = {CHAT_TEMPLATE: Path(self.config.chat_template)}
         try:
             if self.learner.lora_rank is None:
                 config = base.model.to_json()
-                files = {file.name: file for file in base.tokenizer_files}
-                if isinstance(self.config, FinetuneConfig) and self.config.chat_template:
-                    files[CHAT_TEMPLATE] = Path(self.config.chat_template)
+                files = {file.name: file for file in base.tokenizer_files} | templates
                 save_checkpoint(folder, layers, others, config, copied_files=files, **options)
                 return
             adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
             name, revision = base.repository or (str(base.folder), None)
             save_adapter(
                 folder, adapters, self.learner.lora_scale,
-                base_model=name, base_revision=revision, **options,
+                base_model=name, base_revision=revision, copied_files=templates, **options,
             )  # fmt: skip
         except ValueError as error:
             raise TrainError(

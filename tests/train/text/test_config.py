@@ -14,6 +14,8 @@ FILES = dict(checkpoint="base", data="rows.jsonl")
         ({"clip_norm": -1.0}, "`clip_norm` (=-1.0) must be at least 0"),
         ({"max_length": 1}, "`max_length` (=1) must be at least 2"),
         ({"lora_alpha": 8.0}, "`lora_alpha` (=8.0) needs `lora`"),
+        ({"lora_targets": "q_proj"}, "`lora_targets` (=q_proj) needs `lora`"),
+        ({"lora": 4, "rslora": True}, "`rslora` needs `lora_alpha`"),
         ({"lora": 4, "lora_alpha": 0.0}, "`lora_alpha` (=0.0) must be above 0"),
         ({"fuse_update": True, "on_nan": "skip"}, "cannot be combined with `fuse_update`"),
         ({"patience": 2, "validation": 0.0}, "`patience` (=2) needs validation rows"),

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 
-from effjax.convert import load_adapter, load_checkpoint
+from effjax.convert import load_adapter, load_checkpoint, save_adapter
 from effjax.models import DecoderConfig, decoder_shapes
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import DataError, PreemptionError, TrainError
 from effjax.train.loop import fit
-from effjax.train.text.generate import find_model
+from effjax.train.text.generate import find_model, merge
 from tests.train.small import (
     CachedTask,
     assert_same_parameters,
@@ -312,3 +312,45 @@ def test_reports_come_at_the_end_too():
 def test_microbatches_are_for_one_device():
     with pytest.raises(TrainError, match=r"`num_microbatches` \(=2\) needs a single device"):
         lm_task(2, num_microbatches=2)
+
+
+def test_the_circle_of_adapters(trained, tmp_path):
+    """A run starts from an adapter, with its layers and its scale, and a merge adds it."""
+    base = trained[0].base.folder
+    new = finetune_task(base, lora=2, lora_targets="v_proj, q_proj", lora_alpha=6.0, rslora=True)
+    keys = iter(jax.random.split(jax.random.key(1), 8))
+    adapters = {
+        name: np.asarray(jax.random.normal(next(keys), a.shape))
+        for name, a in new.learner.adapter_shapes().items()
+    }
+    modules = "self_attn.q_proj", "self_attn.v_proj"
+    assert {*adapters} == {f"{m}.lora_{i}.weight" for m in modules for i in "AB"}
+    assert new.learner.lora_scale == pytest.approx(6 / 2**0.5)
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages[0].content }}")
+    folder, files = tmp_path / "adapter", {"chat_template.jinja": template}
+    save_adapter(folder, adapters, 3.0, base_model=str(base), copied_files=files)
+
+    task = finetune_task(base, adapter=str(folder))
+    assert (task.config.lora, task.learner.lora_scale) == (2, 3.0)
+    layers = task.initial_state().model.layers
+    for name, expected in adapters.items():
+        np.testing.assert_array_equal(layers[name], expected)
+    with pytest.raises(TrainError, match="multiplied by 3, not by 2. Leave out"):
+        finetune_task(
+            base, adapter=str(folder), lora=2, lora_targets="q_proj,v_proj"
+        ).initial_state()
+    with pytest.raises(TrainError, match="`lora_targets` .='head'. must be some of q_proj"):
+        finetune_task(base, lora=2, lora_targets="head")
+
+    merge(find_model(folder, None, datetime.date(2026, 1, 31)), tmp_path / "merged")
+    merged = finetune_task(tmp_path / "merged", data=str(base / "rows.jsonl"))
+    result = merged.initial_state().model.layers
+    for name in result:
+        module = name.removesuffix(".weight")
+        expected = np.asarray(layers[name], np.float64)
+        if module in modules:
+            a, b = (adapters[f"{module}.lora_{i}.weight"].astype(np.float64) for i in "AB")
+            expected = expected + 3 * b @ a
+        np.testing.assert_allclose(result[name], expected, rtol=1e-6, atol=1e-6)
+    assert (tmp_path / "merged" / "chat_template.jinja").read_bytes() == template.read_bytes()
