@@ -76,7 +76,7 @@ EXTERNAL = {
     "memory": {"jax", "numpy", "rich", "matplotlib", "platformdirs"},
     "optimizers": {"jax", "optax"},
     "validation": {"jax", "numpy", "optax"},
-    "train": {"jax", "numpy", "optax", "orbax", "tensorstore", "rich", "matplotlib"},
+    "train": {"jax", "numpy", "optax", "orbax", "tensorstore", "rich", "matplotlib", "tensorboard"},
     "train.images": FLAX | {"optax", "rich", "sklearn", "PIL"},
     "train.text": {
         "jax",

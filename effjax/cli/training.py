@@ -154,7 +154,9 @@ def train(
     )
     from ..train.report import ConsoleProgress, print_line
     from ..train.run_directory import RunDirectory
+    from ..train.trackers import check_tracker, track
 
+    check_tracker(task.config.report_to)
     content = task.describe()
 
     def open_directory() -> None:
@@ -172,7 +174,8 @@ def train(
     run.writes = is_first()
     for line in (*description, f"run directory: {run.path}"):
         print_line(console, line)
-    progress = ConsoleProgress(console, task) if is_first() else None
+    shown = ConsoleProgress(console, task) if is_first() else None
+    progress = shown and track(shown, task.config.report_to, run.path)
     resume = f"Resume with {resume_command(task.config.COMMAND, request.path)}"
     quiet_background_errors()
     end, done = task.eval_steps[-1], 0

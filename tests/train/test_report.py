@@ -9,7 +9,10 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
+from effjax.train.errors import TrainError
 from effjax.train.report import ConsoleProgress
+from effjax.train.task import Progress
+from effjax.train.trackers import TensorBoard, TrackedProgress, check_tracker
 from tests.train.small import image_task, lm_task
 
 TASKS = {"images": image_task, "lm": lm_task}
@@ -60,3 +63,29 @@ def test_shows_a_bar_on_a_terminal(name):
     text = shown(name, terminal=True)
     assert LINES[name].rstrip() in text and BARS[name] in text
     assert "compiling" in text.partition(BARS[name])[0] and "loss 0.000" not in text
+
+
+def test_tensorboard(tmp_path):
+    """The files have the metrics of each step and of each evaluation."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    progress = TrackedProgress(Progress(), TensorBoard(tmp_path / "tensorboard"))
+    progress.step(1, {"loss": 2.0}, 5.0)
+    progress.step(2, {"loss": 1.5}, 5.0)
+    progress.report({"kind": "step", "step": 2, "train_loss": 1.75, "learning_rate": 0.5})
+    progress.stop()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    read = {
+        name: [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(name)]
+        for name in events.Tags()["tensors"]
+    }
+    assert read == {
+        "step/loss": [(1, 2), (2, 1.5)], "train/loss": [(2, 1.75)], "learning_rate": [(2, 0.5)]
+    }  # fmt: skip
+
+
+def test_a_missing_tracker(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(TrainError, match="`report_to` .=tensorboard. needs tensorboard"):
+        check_tracker("tensorboard")
