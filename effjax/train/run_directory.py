@@ -36,6 +36,7 @@ class RunDirectory:
     """
 
     CONFIG, METRICS, CURVE, CHECKPOINTS = "config.json", "metrics.jsonl", "curve.png", "checkpoints"
+    TRACKED = "tensorboard"  # files of a tracker
 
     def __init__(self, path: Path):
         self.path, self.writes = path, True
@@ -69,8 +70,9 @@ class RunDirectory:
             _check_writable(path)
             with run.locked():
                 # config.json comes last: until then this is still the earlier run.
-                if run.checkpoints.exists():
-                    shutil.rmtree(run.checkpoints)
+                for folder in (run.checkpoints, path / cls.TRACKED):
+                    if folder.exists():
+                        shutil.rmtree(folder)
                 for name in (cls.METRICS, cls.CURVE):
                     (path / name).unlink(missing_ok=True)
                 run.write_config(config)
