@@ -28,7 +28,7 @@ def plan_network(
         f"memory_densenet_{depth}",
         f"step of DenseNet-BC-{depth} (k = 12), batch {batch_size} of 32x32",
         {"depth": depth, "batch_size": batch_size},
-        {form: training_step(config, form=form) for form in names or forms(config)},
+        {form: training_step(config, form=form) for form in names or forms(config, ())},
         target,
     )
 

@@ -31,6 +31,12 @@ def join(options: RunOptions) -> None:
     exit_with_peers()
 
 
+def count_local(options: RunOptions) -> int | None:
+    """Return the number of processes on this machine, if the options say so."""
+    host = (options.coordinator or "").rpartition(":")[0]
+    return options.num_processes if host in ("localhost", "127.0.0.1", "[::1]") else None
+
+
 @contextlib.contextmanager
 def end_all_on_error(given: Mapping[str, Any]) -> Iterator[None]:
     """In a multi-process run, report an error and exit at once.

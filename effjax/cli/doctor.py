@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from .._extras import install_command
+from ..train.host_memory import VARIABLE as HOST_MEMORY_VARIABLE
+from ..train.host_memory import pinnable_bytes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "chex", "orbax-checkpoint", "numpy")
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
-HOST_MEMORY_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def examine() -> dict[str, Any]:
@@ -213,7 +214,8 @@ def describe_host_memory() -> str:
         return str(error)
     if HOST_MEMORY_VARIABLE in os.environ:
         return f"{size}, set by {HOST_MEMORY_VARIABLE}"
-    return f"{size}; set {HOST_MEMORY_VARIABLE} to offload more"
+    share = pinnable_bytes() // 2**30
+    return f"{size}; set {HOST_MEMORY_VARIABLE}={share}, as commands that train do"
 
 
 def describe_kernels() -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..train.config import RunConfig
 from ..train.errors import TrainError
+from ..train.host_memory import pinnable_bytes
 from .errors import CommandError
 from .user_steps import shorten
 
@@ -33,7 +34,9 @@ def parse_fit(text: str) -> tuple[str, int | None]:
     target, colon, size = text.rpartition(":")
     if colon:
         return target, parse_size("--fit", size)
-    if text[:1].isdigit():
+    from ..memory.devices import suggest_targets
+
+    if text[:1].isdigit() and not suggest_targets(text):  # "4090" is neither: see `find_target`
         return DEFAULT_TARGET, parse_size("--fit", text)
     return text, None
 
@@ -85,6 +88,7 @@ def fit_config(
         found = search_options(
             config, given, choices,
             target=target, budget=budget, num_devices=num_devices,
+            host_memory_bytes=pinnable_bytes(),
         )  # fmt: skip
     except PlanError as error:
         raise CommandError(f"--fit {fit}: {shorten(str(error))}") from error

@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from ..train.config import MAX_COUNT
 from ..train.errors import TrainError
+from ..train.host_memory import set_pinned_limit
 from .errors import CommandError
 
 
@@ -88,6 +89,7 @@ def generate(
     from ..train.report import LoadBar, print_line
     from ..train.text.generate import count_new_tokens, decode, find_model, generate_tokens
 
+    set_pinned_limit()
     model = find_model(checkpoint, dtype, datetime.date.today(), base)
     has_template = model.tokenizer.template is not None
     chat = has_template if chat is None else chat

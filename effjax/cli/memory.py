@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from ..train.config import COUNT, MODEL, PLAN, SIZE, Check, RunConfig, inherit, 
 from ..train.errors import TrainError, printable
 from ..train.images.config import DenseNetRunConfig, ImageConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig, LMConfig, TextConfig
+from . import answer
 from .errors import CommandError
 from .fit import DEFAULT_TARGET, parse_size, search_options
 from .options import FileOptions, command, take
@@ -24,8 +25,8 @@ from .user_steps import describe_error, load_steps, shorten
 if TYPE_CHECKING:
     from ..memory import Comparison, MaxBatch, OptionSearch
     from ..memory.render import Report
+    from ..train.task import Form, MemoryChoices
 
-AS_GIVEN = "as given"  # the form of a step with the options that are given
 # Options that a plan does not need.
 READ_BY_RUNS = (
     "data", "data_weights", "columns", "chat_template", "validation_data", "init_from",
@@ -67,8 +68,7 @@ class PlanOptions(FileOptions):
     )
     host_memory_gb: int | None = option(
         None,
-        help="GiB of pinned host memory for all devices. (default: "
-        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, or 64)",
+        help="GiB of host memory for all devices. (default: a GPU's machine may have any size)",
         group=PLAN,
         check=SIZE,
     )
@@ -89,6 +89,9 @@ class PlanOptions(FileOptions):
         None,
         help='Plan only this form, such as "offload all, fused". Can be repeated.',
         group=PLAN,
+    )
+    details: bool = option(
+        False, help="Also print the buffers, transfers and modelled time of each form.", group=PLAN
     )
     json: bool = option(False, help="Print it as JSON.", group=PLAN)
     plot: Path | None = option(None, help="Plot into this file.", group=PLAN)
@@ -214,9 +217,15 @@ def plan_function(given: dict[str, Any]) -> None:
                 )  # fmt: skip
 
             by_name = separate_steps(steps, list(steps(options.batch_size)))
-            show_search(split_if_needed(search, by_name, options.num_devices), options)
+            found = split_if_needed(search, by_name, options.num_devices)
+            show_search(found, options)
+            fits = found.options is not None
         else:
-            show(plan_steps(steps, options, options.batch_size, **limits), options)
+            result = plan_steps(steps, options, options.batch_size, **limits)
+            show(result, options)
+            fits = any_fits(result)
+    if not fits:
+        raise typer.Exit(1)
 
 
 def plan_images(config_type: type[ImageConfig], given: Mapping[str, Any]) -> None:
@@ -226,18 +235,9 @@ def plan_images(config_type: type[ImageConfig], given: Mapping[str, Any]) -> Non
     config = config_type(**take(config_type, given)).resolve()
     options = _plan_options(ImagePlanOptions, config, given)
     num_devices, classes = options.num_devices or 1, options.num_classes
-    names = [AS_GIVEN] if {"efficient", "save"} & given.keys() else plans.forms(config)
-
-    def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
-        sized = dataclasses.replace(config, batch_size=batch_size)
-        forms = {name: None if name == AS_GIVEN else name for name in names}
-        return {
-            name: plans.training_step(sized, num_devices, num_classes=classes, form=form)
-            for name, form in forms.items()
-        }
-
+    forms = plans.forms(config, given, num_devices, classes)
     _plan(
-        config, given, options, steps,
+        config, given, options, forms, plans,
         lambda: plans.memory_choices(config, num_devices, num_classes=classes),
     )  # fmt: skip
 
@@ -247,24 +247,13 @@ def plan_text(config_type: type[TextConfig], given: Mapping[str, Any]) -> None:
     from ..train.text import plans
 
     config = config_type(**take(config_type, given)).resolve()
-    options, model = _plan_options(PlanOptions, config, given), plans.read_model(config)
+    options = _plan_options(PlanOptions, config, given)
     num_devices = options.num_devices or 1
-    forms = plans.FORMS
-    if {"offload", "fuse_update"} & given.keys():
-        forms = {AS_GIVEN: {}}
-    elif config.on_nan == "skip":  # which a fused update does not support
-        forms = {name: form for name, form in forms.items() if not form["fuse_update"]}
-
-    def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
-        sized = dataclasses.replace(config, batch_size=batch_size)
-        return {
-            name: plans.training_step(dataclasses.replace(sized, **changes), num_devices, model)
-            for name, changes in forms.items()
-        }
-
+    forms = plans.forms(config, given, num_devices)
     _plan(
-        config, given, options, steps, lambda: plans.memory_choices(config, {*given}, num_devices)
-    )
+        config, given, options, forms, plans,
+        lambda: plans.memory_choices(config, {*given}, num_devices),
+    )  # fmt: skip
 
 
 def _plan_options(options_type: type[Any], config: RunConfig, given: Mapping[str, Any]) -> Any:
@@ -299,21 +288,135 @@ def _plan(
     config: RunConfig,
     given: Mapping[str, Any],
     options: PlanOptions,
-    steps: Steps,
-    make_choices: Callable[[], Any],
+    forms: "Mapping[str, Form]",
+    plans: Any,
+    make_choices: Callable[[], "MemoryChoices"],
 ) -> None:
-    """Plan the steps of a run, or search for its options with `--budget`."""
-    limits = _limits(options)
+    """Plan the forms of a run, or search for its options with `--budget`; print the answer.
+
+    Args:
+        config: The options of the run.
+        given: The options that are given.
+        options: The options of the plan.
+        forms: The forms of the run.
+        plans: The module of the task, see `answer.conclude`.
+        make_choices: Returns what `--budget` chooses from.
+    """
+    limits, num_devices = _limits(options), options.num_devices
+    own = take(type(config), given)
+    only = options.only or ()
+    _check_only(only, list(forms))
     with _errors_in_one_line():
-        if options.budget is not None:
-            found = search_options(
-                config, take(type(config), given), make_choices(),
-                budget=parse_size("--budget", options.budget), num_devices=options.num_devices,
-                **limits,
-            )  # fmt: skip
-            show_search(found, options)
+        if options.max_batch:
+            sized = lambda size: {  # noqa: E731
+                name: form.training_step(dataclasses.replace(form.config, batch_size=size))
+                for name, form in forms.items()
+            }
+            result = plan_steps(sized, options, config.batch_size, **limits)
+            show(result, options)
+            fits = any_fits(result)
+        elif options.budget is not None:
+            fits = _search(config, own, options, forms, plans, make_choices(), limits)
         else:
-            show(plan_steps(steps, options, config.batch_size, **limits), options)
+            rows = answer.estimate(forms, _row_limits(limits, num_devices), num_devices)
+            fits = _compare_forms(config, own, options, rows, only, plans, limits)
+    if not fits:
+        raise typer.Exit(1)
+
+
+def _compare_forms(
+    config: RunConfig,
+    given: Mapping[str, Any],
+    options: PlanOptions,
+    rows: "dict[str, answer.Row]",
+    only: Collection[str],
+    plans: Any,
+    limits: Mapping[str, Any],
+) -> bool:
+    """Plan the forms whose state may fit, print the answer, and return True if one fits."""
+    from ..memory import Comparison, compare
+    from ..memory.compiler.cache import default_folder
+
+    names = answer.select(rows, only)
+    steps = {name: rows[name].form.training_step(rows[name].form.config) for name in names}
+    compiled = Comparison()
+    if steps:
+        compiled = compare(
+            steps, num_devices=options.num_devices, progress=True, cache=default_folder(), **limits
+        )
+    for name, plan in compiled.items():
+        rows[name].plan = plan
+    shown = [row for name, row in rows.items() if not only or name in only]
+    sentence, command = answer.conclude(shown, type(config), given, plans, options.num_devices)
+    if options.json:
+        print(json.dumps(answer.to_dict(shown, sentence, command), indent=1))
+    else:
+        _print_reports([answer.make_report(shown, config)])
+        _print_answer(sentence, command)
+    if options.details and compiled and not options.json:
+        print()
+        show(compiled, options)
+    elif options.plot is not None and compiled:
+        _plot(compiled, options)
+    return any(row.fits for row in shown)
+
+
+def _search(
+    config: RunConfig,
+    given: Mapping[str, Any],
+    options: PlanOptions,
+    forms: "Mapping[str, Form]",
+    plans: Any,
+    choices: "MemoryChoices",
+    limits: Mapping[str, Any],
+) -> bool:
+    """Search for the fastest options that fit, print the answer, and return True if some fit."""
+    budget = parse_size("--budget", options.budget or "")
+    found = search_options(
+        config, given, choices, budget=budget, num_devices=options.num_devices, **limits
+    )
+    show_search(found, options)
+    row_limits = dataclasses.replace(_row_limits(limits, options.num_devices), device=budget)
+    if found.options is not None:
+        sentence = "Train with:"
+        changed = choices.change(**found.options)
+        command = answer.write_command(type(config), given, changed, row_limits)
+    else:
+        rows = list(answer.estimate(forms, row_limits, options.num_devices).values())
+        sentence, command = answer.advise(rows, type(config), given, plans, options.num_devices)
+    if not options.json:
+        _print_answer(sentence, command)
+    return found.options is not None
+
+
+def _print_answer(sentence: str, command: str) -> None:
+    print(f"\n{printable(sentence)}")
+    if command:
+        print(f"  {printable(command)}")
+
+
+def _row_limits(limits: Mapping[str, Any], num_devices: int | None) -> "answer.Limits":
+    from ..memory.plan import resolve_memory_fraction
+
+    target, host = limits["target"], limits["host_memory_bytes"]
+    fraction = resolve_memory_fraction(limits["memory_fraction"], target)
+    host = host or target.host_bytes_per_device * (num_devices or 1) or None
+    return answer.Limits(target, int(fraction * target.memory_bytes), host)
+
+
+def _check_only(only: Collection[str], names: Sequence[str]) -> None:
+    if unknown := set(only) - set(names):
+        choices = ", ".join(map(repr, names))
+        raise TrainError(f"--only {unknown.pop()!r:.120} must be one of {choices}.")
+
+
+def any_fits(result: "Comparison | dict[str, MaxBatch]") -> bool:
+    """Return True if a plan, or a batch size, fits."""
+    from ..memory import MaxBatch
+
+    return any(
+        each.batch_size > 0 if isinstance(each, MaxBatch) else each.fits for each in result.values()
+    )
 
 
 @contextlib.contextmanager
@@ -351,9 +454,7 @@ def plan_steps(
     if multiple_of:
         batch_size = -(-batch_size // multiple_of) * multiple_of
     names = list(steps(batch_size))
-    if unknown := set(only) - set(names):
-        choices = ", ".join(map(repr, names))
-        raise TrainError(f"--only {unknown.pop()!r:.120} must be one of {choices}.")
+    _check_only(only, names)
     shared: dict[str, Any] = dict(num_devices=options.num_devices, progress=True, **limits)
 
     def plan_all(by_name: StepsByName) -> "Comparison | dict[str, MaxBatch]":
@@ -422,9 +523,14 @@ def show(result: "Comparison | dict[str, MaxBatch]", options: PlanOptions) -> No
     else:
         _print_reports(reports)
     if options.plot is not None:
-        _draw(plans, options.plot)
-        if not options.json:
-            print(printable(f"written: {options.plot}"))
+        _plot(plans, options)
+
+
+def _plot(plans: "Comparison", options: PlanOptions) -> None:
+    assert options.plot is not None
+    _draw(plans, options.plot)
+    if not options.json:
+        print(printable(f"written: {options.plot}"))
 
 
 def _largest_batches(results: "Mapping[str, MaxBatch]") -> "Report":

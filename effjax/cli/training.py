@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..train.config import PATHS, RESUMABLE_OPTIONS, RunConfig, command_line
 from ..train.errors import PreemptionError, TrainError
+from ..train.host_memory import set_pinned_limit
 from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
 from .interrupts import Interrupts
@@ -53,6 +54,7 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
     config, stop_at = config_type(**changes), math.inf
     if options.stop_after is not None:
         stop_at = time.monotonic() + parse_time("--stop-after", options.stop_after)
+    set_pinned_limit(distributed.count_local(options))
     distributed.join(options)
     from ..train.processes import check_same_everywhere, is_multiprocess, run_on_first
     from ..train.run_directory import RunDirectory, default_path

@@ -139,9 +139,11 @@ def find_target(target: str | Path | Target) -> Target:
     try:
         config = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
+        close = suggest_targets(str(target))
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise ValueError(
             f"`target` (={str(target)!r}) must be one of {', '.join(_TARGETS)}, or a file with the "
-            f"text of a GpuTargetConfigProto ({error.strerror})."
+            f"text of a GpuTargetConfigProto ({error.strerror}).{hint}"
         ) from error
     memory = re.search(r"\bdevice_memory_size:\s*(\d+)", config)
     if memory is None:
@@ -152,6 +154,12 @@ def find_target(target: str | Path | Target) -> Target:
     description = re.search(r'^device_description_str:\s*"([^"]*)"', config, re.MULTILINE)
     name = path.name.partition(".")[0]
     return Target(name, description[1] if description else name, int(memory[1]), config)
+
+
+def suggest_targets(text: str) -> list[str]:
+    """Return the names of the targets that contain a text, such as those of "4090"."""
+    plain = re.sub(r"[^a-z0-9]", "", text.lower())
+    return [name for name in _TARGETS if plain and plain in name.replace("-", "")]
 
 
 def find_rates(target: str | Path | Target) -> Rates:

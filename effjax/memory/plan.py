@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..ops._common.arguments import as_integer, as_number
-from ..ops.offload.compiled import host_memory_limit
 from .compiler.cache import with_cache
 from .compiler.lower import lower
 from .compiler.packages import find_compiler
@@ -46,7 +45,7 @@ def plan(
     a deep network. The peak, and whether it fits, are::
 
         peak = arguments + outputs − aliased + temporaries + code + constants
-        fits = peak ≤ memory_fraction · device memory, and host bytes ≤ host_memory_bytes
+        fits = peak ≤ memory_fraction · device memory, and host bytes ≤ host_memory_bytes, if known
 
     The program is the one that XLA runs on the device, with one exception: on a GPU, XLA picks
     convolution algorithms by timing them, and a faster algorithm may need additional workspace. The
@@ -69,8 +68,8 @@ def plan(
         memory_fraction: fraction of the device memory that JAX reserves, in (0, 1]; set on a GPU
             with XLA_PYTHON_CLIENT_MEM_FRACTION. If None, JAX's: 0.75 on a GPU, 1 on a TPU.
         host_memory_bytes: pinned host memory of a process that uses all devices of the program. If
-            None, `host_memory_limit()` for a GPU, and for a TPU the memory of the virtual machines
-            in Google Cloud that have these devices.
+            None, the host bytes of a GPU program are shown and not compared, because machines
+            differ; for a TPU, those of the virtual machines in Google Cloud with these devices.
         in_shardings: as in `jax.jit`. A PartitionSpec refers to a mesh of `num_devices` devices
             with one axis, `"data"`.
         donate_argnums: as in `jax.jit`.
@@ -195,13 +194,14 @@ def start_plan(
     device = find_target(target)
     peak_rates = find_rates(device) if rates is None else rates
     fraction = resolve_memory_fraction(memory_fraction, device)
-    host_memory_bytes = resolve_host_memory(host_memory_bytes, device)
+    if host_memory_bytes is not None:
+        host_memory_bytes = as_integer("host_memory_bytes", host_memory_bytes, 1)
     if num_devices is not None:
         device.topology(as_integer("num_devices", num_devices, 1))
     find_compiler(device.platform)  # before the program is traced, which may take long
     lowered = lower(fun, args, num_devices, in_shardings, donate_argnums, static_argnums, device)
     # The number of devices may follow from the shardings.
-    on_host = host_memory_bytes or device.host_bytes_per_device * lowered.num_devices
+    on_host = host_memory_bytes or device.host_bytes_per_device * lowered.num_devices or None
 
     compile_program = compile_for if cache is None else with_cache(compile_for, cache)
 
@@ -219,18 +219,11 @@ def resolve_memory_fraction(memory_fraction: float | None, device: Target) -> fl
     return as_number("memory_fraction", memory_fraction, lambda f: 0 < f <= 1, "in (0, 1]")
 
 
-def resolve_host_memory(host_memory_bytes: int | None, device: Target) -> int | None:
-    """Return the bytes of pinned host memory, or None if the number of devices determines them."""
-    if host_memory_bytes is not None:
-        return as_integer("host_memory_bytes", host_memory_bytes, 1)
-    return None if device.host_bytes_per_device else host_memory_limit()
-
-
 def _read_plan(
     program: CompiledProgram,
     target: Target,
     memory_fraction: float,
-    host_memory_bytes: int,
+    host_memory_bytes: int | None,
     rates: Rates,
 ) -> MemoryPlan:
     module = parse(program.hlo)

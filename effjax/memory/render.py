@@ -17,7 +17,7 @@ TYPICAL_TIME = "seconds for a small step, minutes for a deep network"
 _NUMERIC_COLUMNS = {
     "bytes", "count", "device", "host", "peak", "ratio", "arguments", "outputs", "temporaries",
     "batch", "amount", "rate", "alone", "adds", "call", "products", "kernels",
-    "from host", "to host", "collectives",
+    "from host", "to host", "collectives", "step", "tokens/s", "images/s",
 }  # fmt: skip
 _UNWRAPPED_COLUMNS = _NUMERIC_COLUMNS | {"operation", "kind", "source", "called from"}
 _HEARTBEAT = 30  # seconds
@@ -88,9 +88,10 @@ class Report:
         from rich.console import Group
         from rich.text import Text
 
-        summary = [Text(self.headline, style="bold" if self.is_ok else "bold red")]
+        style = "bold" if self.is_ok else "bold red"
+        summary = [Text(self.headline, style=style)] if self.headline else []
         summary += [Text(self.note)] if self.note else []
-        return Group(*(summary if self.headline else []), *self.tables)
+        return Group(*summary, *self.tables)
 
 
 class Printable(abc.ABC):
@@ -136,18 +137,23 @@ def progress_bar(title: str, total: int | None, show: bool) -> Iterator[Progress
 
 
 class _ProgressLines(ProgressReport):
-    """Plain lines: the title, the finished programs, and the running ones twice a minute."""
+    """Plain lines: the title, the finished programs, and the running ones.
+
+    Those are named when one starts, and twice a minute.
+    """
 
     def __init__(self, title: str, total: int | None):
         self.title, self.total, self.count = title, total, 0
+        self.named: set[str] = set()
         self.start = self.last = time.monotonic()
         self._print(f"{title}{_in_all(total)}: {TYPICAL_TIME}")
 
     def run(self, names: Sequence[str]) -> None:
         now = time.monotonic()
-        if names and now - self.last >= PATIENCE:
-            done = f", {self.count} of {self.total} done" if self.total else ""
-            self._print(f"{self.title} {', '.join(names)}, {now - self.start:.0f} s{done}")
+        if names and (not self.named.issuperset(names) or now - self.last >= PATIENCE):
+            self.named.update(names)
+            of_all = f" of {self.total}" if self.total else ""
+            self._print(f"{'; '.join(names)}: {now - self.start:.0f} s, {self.count}{of_all} done")
 
     def finish(self, line: str) -> None:
         self.count += 1

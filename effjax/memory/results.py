@@ -1,20 +1,19 @@
 """Results of the planner: plans, comparisons, batch size searches and residual reports."""
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..ops.offload.compiled import HOST_MEMORY_VARIABLE
+from ..ops.offload.compiled import HOST_MEMORY_VARIABLE, gibibytes, host_memory_limit
 from .devices import Target
 from .plots import Bar, bar_chart, scatter_chart, stacked_bar_chart
 from .read.buffers import Kind
 from .read.hlo import Collective, Transfer
 from .read.source import short_path
 from .render import MAX_ROWS, Printable, Report, ReportTable, format_bytes
-from .time.step_time import StepTime, comparison_table, time_table
+from .time.step_time import StepTime, comparison_table, recomputation_note, time_table
 
 _WORTH_A_NOTE = 0.01  # of the peak
 
@@ -77,7 +76,8 @@ class MemoryPlan(Printable):
         target: the GPU or TPU.
         num_devices: number of devices that the program spans.
         memory_fraction: fraction of the device's memory that JAX reserves for arrays.
-        host_memory_bytes: pinned host memory of the process, for all of its devices.
+        host_memory_bytes: pinned host memory of the process, for all of its devices; None if it is
+            not known.
         device: bytes in device memory.
         host: bytes in pinned host memory.
         constant_bytes: bytes of the program's constants, in device memory.
@@ -93,7 +93,7 @@ class MemoryPlan(Printable):
     target: Target
     num_devices: int
     memory_fraction: float
-    host_memory_bytes: int
+    host_memory_bytes: int | None
     device: Bytes
     host: Bytes
     constant_bytes: int
@@ -127,7 +127,7 @@ class MemoryPlan(Printable):
     @property
     def share(self) -> float:
         """Fraction of the available memory in use, on the device or the host, the larger one."""
-        host = self.peak_host_bytes / self.host_memory_bytes
+        host = self.peak_host_bytes / self.host_memory_bytes if self.host_memory_bytes else 0.0
         return max(self.peak_device_bytes / max(self.available_bytes, 1), host)
 
     @property
@@ -142,12 +142,12 @@ class MemoryPlan(Printable):
 
     @property
     def fits_host(self) -> bool:
-        """True if the program fits in pinned host memory that holds nothing else."""
-        return self.peak_host_bytes <= self.host_memory_bytes
+        """True if the program fits in pinned host memory that is otherwise empty."""
+        return self.host_memory_bytes is None or self.peak_host_bytes <= self.host_memory_bytes
 
     @property
     def fits(self) -> bool:
-        """True if the program fits in device and host memory that hold nothing else."""
+        """True if the program fits in device memory, and host memory if its size is known."""
         return self.fits_device and self.fits_host
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class MemoryPlan(Printable):
         return Report(
             tables=[table for table in _plan_tables(self, max_rows) if table.rows],
             headline=f"{name}: {summarize(self)}" if name else summarize(self),
-            note="\n".join(filter(None, [_donation_note(self), _padding_note(self)])),
+            note="\n".join(filter(None, _notes(self))),
             is_ok=self.fits,
         )
 
@@ -339,13 +339,18 @@ def summarize(plan: MemoryPlan) -> str:
         f"({plan.memory_fraction:.0%} of {plan.target.description}{each})"
     )
     if on_host:
-        line += (
-            f"; {format_bytes(on_host)} of pinned host memory "
-            f"{describe(plan.fits_host, plan.host_memory_bytes)}"
-        )
-        if plan.target.is_gpu:  # the variable holds an integer
-            line += f" ({HOST_MEMORY_VARIABLE}={math.ceil(plan.host_memory_bytes / 2**30)})"
+        line += f"; {format_bytes(on_host)} of pinned host memory"
+        if plan.host_memory_bytes is not None:
+            line += f" {describe(plan.fits_host, plan.host_memory_bytes)}"
+        if plan.target.is_gpu and on_host > host_memory_limit():
+            line += f" (set {HOST_MEMORY_VARIABLE}={gibibytes(on_host)} before JAX starts)"
     return line
+
+
+def _notes(plan: MemoryPlan) -> list[str]:
+    recomputed = recomputation_note(plan.step_time)
+    recomputed = recomputed and f"hint: {recomputed}"
+    return [_donation_note(plan), _padding_note(plan), recomputed]
 
 
 def _donation_note(plan: MemoryPlan) -> str:

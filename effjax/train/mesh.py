@@ -49,8 +49,7 @@ def make_mesh(axes: str | None, devices: Devices | None = None) -> Mesh:
 def planning_mesh(axes: str | None, num_devices: int) -> AnyMesh:
     """Return the mesh of a step that is planned and not run.
 
-    It consists of this process's devices if there are enough. Otherwise it is abstract, which
-    operators with a partitioning rule do not support.
+    It consists of this process's devices if there are enough. Otherwise it is abstract.
     """
     if jax.device_count() >= num_devices:
         return make_mesh(axes, jax.devices()[:num_devices])

@@ -39,6 +39,20 @@ class MemoryChoices(NamedTuple):
     min_bytes: Callable[..., tuple[int, int]] | None = None
 
 
+class Form(NamedTuple):
+    """A form of a training step that `effjax memory` compares with others.
+
+    Attributes:
+        config: The options that make it.
+        training_step: ``training_step(config)`` returns ``(fun, *args)``.
+        has_command: Whether the command that trains makes it with these options.
+    """
+
+    config: Any
+    training_step: Callable[[Any], tuple[Any, ...]]
+    has_command: bool = True
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task(abc.ABC, Generic[Result]):
     """A model, its data and its devices, as `loop.fit` trains them.

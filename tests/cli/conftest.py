@@ -5,6 +5,7 @@ import types
 import pytest
 
 from effjax import cli
+from effjax.train.host_memory import VARIABLE
 
 
 @pytest.fixture
@@ -13,6 +14,8 @@ def run(capsys, monkeypatch, tmp_path):
     for name in ("typer", "rich", "matplotlib", "sklearn", "PIL"):
         pytest.importorskip(name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")  # restored at the end
+    monkeypatch.delenv(VARIABLE)  # commands that train set it
 
     def run(*argv):
         code = cli.main([str(arg) for arg in argv])

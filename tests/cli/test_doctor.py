@@ -225,7 +225,7 @@ def test_advice_on_gpus(monkeypatch, gpu, plugins, missing, platforms, advice):
 
 def test_limit_of_host_memory(monkeypatch):
     monkeypatch.delenv(HOST_MEMORY_VARIABLE, raising=False)
-    assert doctor.describe_host_memory().startswith("at most 64 GiB; set XLA_PJRT_GPU_HOST_MEMORY")
+    assert doctor.describe_host_memory().startswith("at most 64 GiB; set XLA_PJRT_GPU_HOST")
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "512")
     assert doctor.describe_host_memory() == f"at most 512 GiB, set by {HOST_MEMORY_VARIABLE}"
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "much")

@@ -8,6 +8,7 @@ import pytest
 
 from effjax.cli.fit import describe_changes, parse_fit
 from effjax.train.errors import TrainError
+from effjax.train.host_memory import VARIABLE
 from effjax.train.text.config import LMConfig
 from effjax.train.text.plans import memory_choices
 from tests.cli.command import TINY, one_line
@@ -32,6 +33,7 @@ def steps(batch):
     ("text", "result"),
     [
         ("h100", ("h100", None)),
+        ("4090", ("4090", None)),  # of which the planner suggests the name
         ("24GB", ("h200", 24 * GB)),
         ("22.5 GiB", ("h200", 22.5 * 2**30)),
         ("a100-40:500mb", ("a100-40", 500 * 10**6)),
@@ -75,6 +77,8 @@ def test_commands_take_the_options_that_fit(
     assert f"a table\noptions: {options}\n" in out
     (arguments,) = search
     assert (arguments["target"], arguments["budget"]) == ("h100", 2 * GB)
+    # The limit that the run sets itself.
+    assert arguments["host_memory_bytes"] == int(os.environ[VARIABLE]) * 2**30
     assert arguments["num_devices"] == 8
     stored = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
     assert stored.items() >= chosen.items()
@@ -158,6 +162,7 @@ def test_memory_of_models(run, empty_cache):
     given = "--policy", "dots", "--num-microbatches", "1"
     code, out, _ = run("memory", "lm", *LM[:4], *LM[6:], *given, "--budget", "1MB")
     assert code == 0 and out.startswith("policy=dots, ") and "policy=everything" not in out
+    assert out.splitlines()[-1].startswith("  effjax train lm ") and "--policy dots" in out
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_batch_split_over_devices_and_host_memory(run_memory):
     plan = json.loads(out)["plan"]
     assert plan["num_devices"] == 4 and plan["device"]["arguments"] == arguments[1]
     code, out, _ = run_memory("step", "own_step:on_host", "--host-memory-gb", "3")
-    assert code == 0 and "4.3 GB of pinned host memory DOES NOT FIT in 3.2 GB" in out
+    assert code == 1 and "4.3 GB of pinned host memory DOES NOT FIT in 3.2 GB" in out
     code, _, err = run_memory("step", "own_step:on_host", "--num-devices", "4")
     assert code == 1 and one_line(err.splitlines(keepends=True)[-1]) and "none grows" in err
 
@@ -141,7 +141,8 @@ def test_densenet(run_memory):
     more = "--only", "effjax conv", "--batch-size", "4", "--num-devices", "2"
     code, out, err = run_memory(*argv, *more)
     assert code == 0 and compiled(err, "effjax conv")
-    assert "effjax conv: " in out and "plain" not in out
+    assert "The fastest form that fits is 'effjax conv'" in out and "plain" not in out
+    code, out, _ = run_memory(*argv, *more, "--details")
     assert "all-reduce" in out and "each of 2" in out
 
 
@@ -153,7 +154,7 @@ def test_language_model(run_memory):
     name = "offload all, fused"
     code, out, err = run_memory("lm", *size, *options, "--only", name, "--json")
     assert code == 0 and compiled(err, name)
-    host = json.loads(out)[name]["host"]
+    host = json.loads(out)["forms"][name]["plan"]["host"]
     layers = 2 * (4 * 32**2 + 3 * 32 * 88 + 2 * 32)
     others = 2 * 256 * 32 + 32
     # Parameters and two moments, and scalars.
@@ -167,6 +168,7 @@ def test_language_model(run_memory):
         (["step", "own_step:nothing"], "own_step has no function 'nothing'"),
         (["step", "own_step:wrong"], "must return (fun, *args) or a dictionary of such tuples"),
         (["step", "own_step:one", "--target", "h300"], "must be one of h200"),
+        (["step", "own_step:one", "--target", "4090"], "Did you mean rtx4090?"),
         (["step", "own_step:two", "--only", "cos"], "--only 'cos' must be one of 'sum', 'sin'"),
         (["step", "own_step:one", "--plot", "no/where.png"], "must be a file in an existing"),
         (["step", "own_step:one", "--depth", "22"], "No such option: --depth"),
@@ -205,6 +207,26 @@ def test_forms_of_a_language_model(run_memory, options, forms):
 def test_names_options_that_a_plan_does_not_use(run_memory):
     _, _, err = run_memory("lm", "--data", "text:here", "--only", "none")
     assert err.startswith("effjax: a plan reads no data and no weights; unused: --data\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "short", "command"),
+    [
+        # State alone: nothing is compiled.
+        ((), "on the host, because of the parameters and the opt", "--optimizer adamw8bit"),
+        (("--optimizer", "adamw8bit", "--layers", "512"), "the parameters", ""),
+    ],
+)
+def test_what_helps_if_nothing_fits(run_memory, options, short, command):
+    """A model whose state exceeds both memories gets the change that makes it smaller."""
+    size = {"--layers": "128", "--width": "2048", "--context": "64"}
+    argv = "lm", *(word for pair in size.items() for word in pair if pair[0] not in options)
+    limits = "--target", "rtx4090", "--host-memory-gb", "60"
+    code, out, err = run_memory(*argv, *options, *limits)
+    assert code == 1 and not err and short in out
+    assert "no: at least" in out and "--offload all --fuse-update" in out
+    last = out.splitlines()[-1]
+    assert last.startswith("  effjax memory lm ") == bool(command) and command in last
 
 
 @needs_gpu_compiler

@@ -14,17 +14,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_names_the_running_programs_twice_a_minute(monkeypatch, capsys):
-    clock = iter([0.0, 0.0, 1.0, 31.0, 31.0, 40.0, 50.0, 51.0])
+def test_names_programs_that_start_and_twice_a_minute(monkeypatch, capsys):
+    clock = iter([0.0, 0.0, 1.0, 1.0, 2.0, 32.0, 32.0, 40.0, 50.0])
     monkeypatch.setattr(render.time, "monotonic", lambda: next(clock))
     with render.progress_bar("compiling", 3, show=True) as report:
-        report.run(["plain", "conv"])  # at 1 s: too early
-        report.run(["plain", "conv"])  # at 31 s
+        report.run(["plain", "conv"])  # at 1 s
+        report.run(["plain", "conv"])  # at 2 s: too early
+        report.run(["plain", "conv"])  # at 32 s
         report.finish("plain: 1.0 GB")  # at 40 s
         report.run(["conv"])  # at 50 s, 10 s after the last line
     assert capsys.readouterr().err.splitlines() == [
         f"compiling, 3 in all: {render.TYPICAL_TIME}",
-        "compiling plain, conv, 31 s, 0 of 3 done",
+        "plain; conv: 1 s, 0 of 3 done",
+        "plain; conv: 32 s, 0 of 3 done",
         "1 of 3, plain: 1.0 GB",
     ]
 

@@ -90,6 +90,13 @@ def test_transfer_that_is_not_asynchronous_is_not_hidden():
     assert time.to_device_seconds == COPY - 4 * 16**2
 
 
+def test_products_that_xla_recomputes():
+    """XLA's rematerialization names its duplicates; JAX's names are those of operations."""
+    products = [f"%p.1 = {DOT}", f"%p.1.remat2 = {DOT}", f"%q.remat.4 = {DOT}"]
+    time = step_time(program(lines(*products, f"%rematted.5 = {DOT}")), UNIT)
+    assert (time.total_flops, time.recomputed_flops) == (4 * PRODUCT, 2 * PRODUCT)
+
+
 LOOP = """%body (t: (s32[], f32[16,16])) -> (s32[], f32[16,16]) {
   %t = (s32[], f32[16,16]{1,0}) parameter(0)
   %x = f32[16,16]{1,0} get-tuple-element(%t), index=1

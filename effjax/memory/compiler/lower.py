@@ -28,8 +28,8 @@ from ._source_info_shim import record_library_lines
 
 SPLITS_ITSELF = (
     "an operator with a partitioning rule, such as effjax.deform_conv2d, cannot be planned under "
-    "jit over several GPUs, because the compiler process cannot call the rule. Plan the step "
-    "inside jax.shard_map over the same mesh."
+    "jit over several GPUs of a mesh with Auto axes, because the compiler process cannot call the "
+    "rule. Give the mesh Explicit axes (axis_types), or plan the step inside jax.shard_map."
 )
 _USE_NNX_JIT = "Plan nnx.jit of the function, or a function of arrays (nnx.split and nnx.merge)."
 
@@ -122,8 +122,7 @@ def _jit_options(
 def make_data_mesh(num_devices: int) -> Mesh | AbstractMesh:
     """Return a mesh with one axis, "data", for arguments of `plan`.
 
-    It consists of this process's devices if there are enough. Otherwise it is abstract, which
-    operators with a partitioning rule do not support.
+    It consists of this process's devices if there are enough. Otherwise it is abstract.
     """
     as_integer("num_devices", num_devices, 1)
     auto = (AxisType.Auto,)

@@ -17,7 +17,7 @@ from ..compiler.lower import PlanError, split_modules
 from ..compiler.packages import find_compiler
 from ..compiler.process import open_pipe
 from ..devices import Rates, Target, find_rates, find_target
-from ..plan import DEFAULT_TARGET, resolve_host_memory, resolve_memory_fraction, start_plan
+from ..plan import DEFAULT_TARGET, resolve_memory_fraction, start_plan
 from ..render import (
     MAX_ROWS,
     Printable,
@@ -66,7 +66,7 @@ class OptionSearch(Printable):
         trials: all combinations, the compiled ones first.
         target: the device.
         budget: bytes of device memory.
-        host_memory_bytes: bytes of pinned host memory.
+        host_memory_bytes: bytes of pinned host memory; None if they are not known.
         is_complete: False if `max_compiles` ended the search, so that a combination that was not
             compiled may be faster.
     """
@@ -76,7 +76,7 @@ class OptionSearch(Printable):
     trials: tuple[Trial, ...]
     target: Target
     budget: int
-    host_memory_bytes: int
+    host_memory_bytes: int | None
     is_complete: bool
 
     @property
@@ -102,10 +102,9 @@ class OptionSearch(Printable):
     def report(self) -> Report:
         """Return the report to print: the chosen options, and a row per combination."""
         if self.options is None or self.plan is None:
-            headline = (
-                f"nothing fits in {format_bytes(self.budget)} of {self.target.description} and "
-                f"{format_bytes(self.host_memory_bytes)} of pinned host memory"
-            )
+            headline = f"nothing fits in {format_bytes(self.budget)} of {self.target.description}"
+            if self.host_memory_bytes is not None:
+                headline += f" and {format_bytes(self.host_memory_bytes)} of pinned host memory"
         else:
             headline = f"{_label(self.options)}: {summarize(self.plan)}"
         notes = []
@@ -218,7 +217,7 @@ def choose_options(
             f"`memory_fraction` (={memory_fraction}) must be None with a `budget` (={budget}), "
             "because both limit the device memory. Give one of them."
         )
-    on_host = resolve_host_memory(host_memory_bytes, gpu)
+    on_host = host_memory_bytes
     max_compiles = as_integer("max_compiles", max_compiles, 1)
     plan_options |= {
         "target": gpu,
@@ -226,6 +225,7 @@ def choose_options(
         "cache": default_folder() if cache is None else Path(cache),
     }
     rates = plan_options.get("rates") or find_rates(gpu)
+    find_compiler(gpu.platform)  # here, so that its errors are not those of a single program
 
     candidates: dict[Position, _Candidate] = {}
     for position, choice in _combinations(options).items():
@@ -239,10 +239,9 @@ def choose_options(
             )
     if not candidates:
         raise ValueError("`options` must have a combination for which `make_step` returns a step.")
-    if on_host is None:
+    if on_host is None and gpu.host_bytes_per_device:
         on_host = gpu.host_bytes_per_device * max(c.num_devices for c in candidates.values())
     plan_options["host_memory_bytes"] = on_host
-    find_compiler(gpu.platform)  # here, so that its errors are not those of a single program
     unordered = [i for i, name in enumerate(options) if name in not_by_time]
     search = _Search(candidates, int(memory_fraction * gpu.memory_bytes), on_host, unordered)
     _compile_in_turn(search, max_compiles, plan_options, progress)
@@ -282,7 +281,7 @@ def _make_candidate(
     rates: Rates,
 ) -> _Candidate:
     """Return a candidate with lower bounds from its arguments and `min_bytes` of temporaries."""
-    device, host = _argument_bytes(step[1:], num_devices)
+    device, host = argument_bytes(step[1:], num_devices)
     device, host = device + min_bytes[0], host + min_bytes[1]
     # All that is on the host is needed on the device.
     seconds = host / num_devices / rates.to_device / num_examples
@@ -301,7 +300,7 @@ class _Search:
         self,
         candidates: Mapping[Position, _Candidate],
         budget: int,
-        host_bytes: int,
+        host_bytes: int | None,
         unordered: Collection[int] = (),
     ):
         self.candidates, self.budget, self.host_bytes = dict(candidates), budget, host_bytes
@@ -376,7 +375,8 @@ class _Search:
         return _precedes(first, second) and all(first[i] == second[i] for i in self.unordered)
 
     def _may_fit(self, candidate: _Candidate) -> bool:
-        return candidate.device_bytes <= self.budget and candidate.host_bytes <= self.host_bytes
+        fits_host = self.host_bytes is None or candidate.host_bytes <= self.host_bytes
+        return candidate.device_bytes <= self.budget and fits_host
 
     def _is_slower(self, candidate: _Candidate) -> bool:
         return self.best is not None and candidate.seconds >= self.best.seconds
@@ -389,7 +389,7 @@ class _Search:
             return f"failed: {candidate.error}"
         if candidate.device_bytes > self.budget:
             result = f"does not fit: {at_least}{format_bytes(candidate.device_bytes)}"
-        elif candidate.host_bytes > self.host_bytes:
+        elif self.host_bytes is not None and candidate.host_bytes > self.host_bytes:
             result = f"does not fit: {at_least}{format_bytes(candidate.host_bytes)} on the host"
         elif self.best is not None and self._is_slower(candidate):
             ratio = candidate.seconds / max(self.best.seconds, 1e-12)
@@ -473,7 +473,7 @@ def _count_devices(args: Sequence[Any]) -> int:
     return max((sharding.num_devices for sharding in shardings if sharding), default=1)
 
 
-def _argument_bytes(args: Sequence[Any], num_devices: int) -> tuple[int, int]:
+def argument_bytes(args: Sequence[Any], num_devices: int) -> tuple[int, int]:
     """Return the bytes of arguments in the memory of a device, and of all devices on the host."""
     device, host = 0, 0
     for leaf in jax.tree.leaves(split_modules(args)[0]):

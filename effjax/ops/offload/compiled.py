@@ -146,6 +146,11 @@ def host_memory_limit() -> int:
     return int(value) * 2**30
 
 
+def gibibytes(size: int) -> int:
+    """Return the whole number of GiB that holds so many bytes."""
+    return -(-size // 2**30)
+
+
 def pinned_bytes(program: jax.stages.Compiled) -> int:
     """Return the pinned host memory that a GPU program needs, over all devices of the process."""
     stats = program.memory_analysis()  # of one device; None or incomplete on some backends
@@ -164,7 +169,7 @@ def _warn_beyond_limit(program: jax.stages.Compiled) -> None:
         warnings.warn(
             f"A program needs {needed} bytes ({needed / 2**30:.1f} GiB) of pinned host memory, but "
             f"XLA allocates at most {limit / 2**30:g} GiB per process. If the machine has more, "
-            f"set {HOST_MEMORY_VARIABLE} (in GiB) before JAX starts.",
+            f"set {HOST_MEMORY_VARIABLE}={gibibytes(needed)} or larger before JAX starts.",
             RuntimeWarning,
             stacklevel=4,  # the caller of the function that `offload_jit` returned
         )

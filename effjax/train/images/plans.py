@@ -4,7 +4,8 @@ No data are read.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from ...models.densenet import DENSENET_OPTIONS
 from ..finite import OnNan
 from ..mesh import planning_mesh
 from ..optimizers import make_schedule, make_sgd
-from ..task import MemoryChoices
-from .config import ImageConfig, ResNetRunConfig
+from ..task import Form, MemoryChoices
+from .config import DenseNetRunConfig, ImageConfig
 from .steps import (
     Batch,
     Learner,
@@ -41,13 +42,51 @@ FORMS: dict[str, dict[str, Any]] = {
     "effjax features": {"efficient": True, "save": "features"},
 }
 FLAX_FORMS = "plain", "jax.checkpoint"
+AS_GIVEN = "as given"  # the form of a step with the options that are given
 IMAGENET, CIFAR = (224, 1000), (32, 10)  # side and classes
 
 
-def forms(config: ImageConfig) -> list[str]:
-    """Return the names of the forms of a network."""
-    is_resnet = isinstance(config, ResNetRunConfig)
-    return [form for form in FORMS if form != "jax.checkpoint" or not is_resnet]
+def forms(
+    config: ImageConfig,
+    given: Collection[str],
+    num_devices: int = 1,
+    num_classes: int | None = None,
+) -> dict[str, Form]:
+    """Return the forms of the step of a network to compare; one, if the options choose it.
+
+    Args:
+        config: The configuration, resolved.
+        given: The names of the options that must keep their values.
+        num_devices: As in `training_step`.
+        num_classes: As in `training_step`.
+    """
+    step = functools.partial(training_step, num_devices=num_devices, num_classes=num_classes)
+    if {"efficient", "save"} & {*given}:
+        return {AS_GIVEN: Form(config, step)}
+    result: dict[str, Form] = {}
+    is_densenet = isinstance(config, DenseNetRunConfig)
+    for name, changes in FORMS.items():
+        of_flax = name in FLAX_FORMS
+        if is_densenet or name != "jax.checkpoint":
+            result[name] = Form(
+                dataclasses.replace(config, **changes),
+                functools.partial(step, form=name) if of_flax else step,
+                has_command=not (is_densenet and of_flax),
+            )
+    return result
+
+
+def smaller_states(config: ImageConfig) -> Iterator[ImageConfig]:
+    """Yield configurations that train with less memory for parameters; there are none."""
+    yield from ()
+
+
+def smaller_batches(config: ImageConfig) -> Iterator[tuple[ImageConfig, float]]:
+    """Yield configurations with fewer images in a step, and their share of the images."""
+    size = config.batch_size
+    while size > 1:
+        size //= 2
+        yield dataclasses.replace(config, batch_size=size), size / config.batch_size
 
 
 def training_step(

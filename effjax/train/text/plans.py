@@ -4,7 +4,9 @@ No data and no weights are read; of a checkpoint only config.json.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -14,11 +16,12 @@ from ... import offload_jit
 from ...models import DecoderConfig
 from ..errors import TrainError
 from ..mesh import batch_sharding, planning_mesh
-from ..task import MemoryChoices
+from ..task import Form, MemoryChoices
 from .base import find_base
 from .config import FinetuneConfig, LMConfig, TextConfig
 from .learner import byte_decoder, make_learner
 
+AS_GIVEN = "as given"  # the form of a step with the options that are given
 # The options that `effjax memory` changes to compare forms of a step.
 FORMS: dict[str, dict[str, Any]] = {
     "in memory": {"offload": "none", "fuse_update": False, "policy": "everything"},
@@ -69,6 +72,52 @@ def training_step(
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
     return offload_jit(learner.train_step()), learner.shapes(), batch, key
+
+
+def forms(config: TextConfig, given: Collection[str], num_devices: int = 1) -> dict[str, Form]:
+    """Return the forms of the step of a run to compare; one, if the options choose it.
+
+    Args:
+        config: The configuration, resolved.
+        given: The names of the options that must keep their values.
+        num_devices: The number of devices.
+    """
+    changes = FORMS
+    if {"offload", "fuse_update"} & {*given}:
+        changes = {AS_GIVEN: {}}
+    elif config.on_nan == "skip":  # which a fused update does not support
+        changes = {name: form for name, form in FORMS.items() if not form["fuse_update"]}
+    step = functools.partial(training_step, num_devices=num_devices, model=read_model(config))
+    result: dict[str, Form] = {}
+    for name, form in changes.items():
+        changed = dataclasses.replace(
+            config, **{key: value for key, value in form.items() if key not in given}
+        )
+        if all(changed != other.config for other in result.values()):
+            result[name] = Form(changed, step)
+    return result
+
+
+def smaller_states(config: TextConfig) -> Iterator[TextConfig]:
+    """Yield configurations that train with less memory for parameters and moments."""
+    if config.optimizer != "adamw8bit":
+        yield dataclasses.replace(config, optimizer="adamw8bit")
+    if isinstance(config, FinetuneConfig) and config.lora is None:
+        yield dataclasses.replace(config, lora=16, learning_rate=None).resolve()
+
+
+def smaller_batches(config: TextConfig) -> Iterator[tuple[TextConfig, float]]:
+    """Yield configurations with fewer tokens in a step, and their share of the tokens."""
+    size = config.batch_size
+    while size > 1 and size // 2 % config.num_microbatches == 0:
+        size //= 2
+        yield dataclasses.replace(config, batch_size=size), size / config.batch_size
+    name = "context" if isinstance(config, LMConfig) else "max_length"
+    length = config.row_length
+    while length > 512:
+        length //= 2
+        share = size * length / (config.batch_size * config.row_length)
+        yield dataclasses.replace(config, batch_size=size, **{name: length}), share
 
 
 def memory_choices(config: TextConfig, given: set[str], num_devices: int = 1) -> MemoryChoices:

@@ -186,7 +186,7 @@ def test_warns_about_pinned_memory_once_per_program(monkeypatch, sizes, limit, b
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         double(double(jnp.ones(3)))
-    text = rf"needs {bytes_} bytes .* at most {limit or 64} GiB .* set {VARIABLE} "
+    text = rf"needs {bytes_} bytes .* at most {limit or 64} GiB .* set {VARIABLE}="
     assert len(caught) == (bytes_ is not None)
     if caught:
         assert caught[0].filename == __file__

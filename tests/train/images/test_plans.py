@@ -46,7 +46,7 @@ def test_the_forms_are_one_network(checkpoint):
     ("config", "count"), [(TINY, 4), (ResNetRunConfig(depth=8, dcn="v2", batch_size=6), 3)]
 )
 def test_a_step_of_each_form(config, count):
-    names = forms(config)
+    names = list(forms(config, ()))
     assert len(names) == count
     for name in names:
         step, state, batch, key = training_step(config, 2, (8, 8, 3), num_classes=5, form=name)
