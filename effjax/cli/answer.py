@@ -30,6 +30,7 @@ class Row:
 
     name: str
     form: "Form"
+    step: tuple[Any, ...]  # (fun, *args)
     limits: Limits
     state: tuple[int, int]  # bytes of the state and the batch, on a device and on the host
     plan: "MemoryPlan | None" = None
@@ -72,10 +73,11 @@ def estimate(
     forms: "Mapping[str, Form]", limits: Limits, num_devices: int | None
 ) -> dict[str, Row]:
     """Return the rows of forms, with the memory of their states. Nothing is compiled."""
-    return {
-        name: Row(name, form, limits, _state_bytes(form, form.config, num_devices))
-        for name, form in forms.items()
-    }
+    rows = {}
+    for name, form in forms.items():
+        step = form.training_step(form.config)
+        rows[name] = Row(name, form, step, limits, _state_bytes(step, num_devices))
+    return rows
 
 
 def make_report(rows: "Sequence[Row]", base: Any) -> "Report":
@@ -96,7 +98,7 @@ def make_report(rows: "Sequence[Row]", base: Any) -> "Report":
             row.name,
             at_least + format_bytes(row.device_bytes),
             at_least + format_bytes(row.host_bytes) if row.host_bytes else format_bytes(0),
-            "yes" if row.fits else f"no: {describe_shortage(row)}",
+            _describe_fit(row),
             format_seconds(plan.step_seconds) if plan else "–",
             f"{rate:.0f}" if rate else "–",
             _describe_options(row, base),
@@ -220,6 +222,14 @@ def describe_shortage(row: Row) -> str:
     return " and ".join(texts)
 
 
+def _describe_fit(row: Row) -> str:
+    if row.fits:
+        return "yes"
+    if row.plan is None and not any(row.shortage):
+        return "not planned, see --details"
+    return f"no: {describe_shortage(row)}"
+
+
 def _describe_options(row: Row, base: Any) -> str:
     if not row.form.has_command:
         return "(layers of Flax)"
@@ -235,7 +245,7 @@ def _changes(
 
     def smaller_states() -> Iterator[tuple[Any, int]]:
         for changed in plans.smaller_states(config):
-            state = _state_bytes(row.form, changed, num_devices)
+            state = _state_bytes(row.form.training_step(changed), num_devices)
             needed = state[0] + rest[0], state[1] + rest[1]
             yield changed, sum(_shortage(*needed, limits))
 
@@ -249,10 +259,10 @@ def _changes(
     yield from smaller_states()
 
 
-def _state_bytes(form: "Form", config: Any, num_devices: int | None) -> tuple[int, int]:
+def _state_bytes(step: Sequence[Any], num_devices: int | None) -> tuple[int, int]:
     from ..memory.search.budget import argument_bytes
 
-    return argument_bytes(form.training_step(config)[1:], num_devices or 1)
+    return argument_bytes(step[1:], num_devices or 1)
 
 
 def _shortage(device: int, host: int, limits: Limits) -> tuple[int, int]:
@@ -264,9 +274,19 @@ def _command(config: Any) -> str:
     return command_line(config.COMMAND)
 
 
-def select(rows: Mapping[str, Row], only: Collection[str]) -> list[str]:
-    """Return the names of the forms to compile: named ones, or those whose state may fit."""
-    return [name for name, row in rows.items() if name in only or not (only or any(row.shortage))]
+def select(rows: Mapping[str, Row], only: Collection[str], compare_all: bool) -> list[str]:
+    """Return the names of the forms to compile.
+
+    They are the named ones, or those whose state may fit. Without `compare_all`, forms that no
+    command trains are left out: those of a deep network take minutes.
+    """
+    if only:
+        return [name for name in rows if name in only]
+    return [
+        name
+        for name, row in rows.items()
+        if not any(row.shortage) and (compare_all or row.form.has_command)
+    ]
 
 
 def to_dict(rows: "Sequence[Row]", sentence: str, command: str) -> dict[str, Any]:

@@ -306,6 +306,8 @@ def _plan(
     own = take(type(config), given)
     only = options.only or ()
     _check_only(only, list(forms))
+    # Building the steps of a deep network takes seconds.
+    print(f"planning for {limits['target'].description}: {'; '.join(forms)}", file=sys.stderr)
     with _errors_in_one_line():
         if options.max_batch:
             sized = lambda size: {  # noqa: E731
@@ -337,8 +339,9 @@ def _compare_forms(
     from ..memory import Comparison, compare
     from ..memory.compiler.cache import default_folder
 
-    names = answer.select(rows, only)
-    steps = {name: rows[name].form.training_step(rows[name].form.config) for name in names}
+    compare_all = options.details or options.plot is not None
+    names = answer.select(rows, only, compare_all)
+    steps = {name: rows[name].step for name in names}
     compiled = Comparison()
     if steps:
         compiled = compare(

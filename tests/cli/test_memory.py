@@ -50,7 +50,7 @@ def raises(batch):
 
 def compiled(err, *names):
     """Return True if stderr is a line per program with its seconds."""
-    first, *lines = err.splitlines()
+    first, *lines = (line for line in err.splitlines() if not line.startswith("planning for "))
     # Slow programs add a line about those that are running.
     lines = [line for line in lines if not line.endswith(" done")]
     return (
@@ -187,7 +187,8 @@ def test_language_model(run_memory):
 )
 def test_usage_errors(run_memory, argv, message):
     code, out, err = run_memory(*argv)
-    assert (code, out) == (2, "") and one_line(err) and message in err, err
+    last = err.splitlines(keepends=True)[-1]  # some errors come when the first step is built
+    assert (code, out) == (2, "") and one_line(last) and message in last, err
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_what_helps_if_nothing_fits(run_memory, options, short, command):
     argv = "lm", *(word for pair in size.items() for word in pair if pair[0] not in options)
     limits = "--target", "rtx4090", "--host-memory-gb", "60"
     code, out, err = run_memory(*argv, *options, *limits)
-    assert code == 1 and not err and short in out
+    assert code == 1 and "compiling" not in err and short in out
     assert "no: at least" in out and "--offload all --fuse-update" in out
     last = out.splitlines()[-1]
     assert last.startswith("  effjax memory lm ") == bool(command) and command in last
