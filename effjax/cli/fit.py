@@ -101,7 +101,8 @@ def fit_config(
             print_line(console, line)
     if found.options is None:
         raise CommandError(
-            f"--fit {fit}: nothing fits. Try a smaller --batch-size, or give fewer options."
+            f"--fit {fit}: nothing fits. effjax memory {config.COMMAND} with the same options says "
+            "what is short and what helps."
         )
     chosen = choices.change(**found.options)
     print_line(console, f"options: {describe_changes(config, chosen) or 'as given'}")

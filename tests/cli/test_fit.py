@@ -85,7 +85,7 @@ def test_commands_take_the_options_that_fit(
 
     code, out, err = run(*argv, "--fit", "1MB", "--out", "there")
     assert code == 1 and "a table" in out
-    assert one_line(err) and "nothing fits. Try a smaller --batch-size" in err
+    assert one_line(err) and "nothing fits. effjax memory " in err
     assert not (tmp_path / "there").exists()
 
 
