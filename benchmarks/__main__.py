@@ -40,6 +40,7 @@ SUBJECTS = {
     "language-model": "planned memory of Qwen3-8B with embedding and head in host memory",
     "language-model-table": "planned memory and modelled time of fine-tuning 8B to 70B on a GPU",
     "packed-rows": "modelled time of fine-tuning on packed rows and on rows without segments",
+    "finetune": "planned memory and modelled time of effjax finetune by GPU",
     "optimizers": "test loss of a small model with low-precision optimizers",
     "optimizers-offload": "planned steps with a master copy of 24 bits and with Muon",
     "optimizers-memory": "planned memory of the update of a large matrix by optimizer",

@@ -326,6 +326,28 @@ def fine_tuning_cells(row: Row) -> Cells:
     ]
 
 
+def my_gpu() -> Iterator[Cells]:
+    """Yield a row for each GPU and model; a cell has the numbers of AdamW and of 8-bit moments.
+
+    † marks a form that exceeds the memory of the device.
+    """
+    yield ["GPU", "model", "state", "host", "device", "s a step", "tokens/s", "options"]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in read("planned/finetune.json")["rows"]:
+        groups.setdefault((row["gpu"], row["model"]), []).append(row)
+    gpus = read("planned/finetune.json")["gpus"]
+    for (gpu, model), rows in sorted(groups.items(), key=lambda item: [*gpus].index(item[0][0])):
+        columns = (
+            (gigabytes(row, "state") for row in rows),
+            (gigabytes(row, "planned_host") for row in rows),
+            (gigabytes(row, "planned_device") + "†" * (not row["fits"]) for row in rows),
+            (three_digits(row["step_seconds"]) for row in rows),
+            (f"{row['tokens_per_second']:.0f}" for row in rows),
+            (f"`{row['options']}`" for row in rows),
+        )
+        yield [gpu, model, *(" / ".join(dict.fromkeys(column)) for column in columns)]
+
+
 def three_digits(number: float) -> str:
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
@@ -419,6 +441,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
             overlap, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
+            my_gpu,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),
@@ -439,8 +462,13 @@ def update_tables(text: str) -> str:
     return PLACE.sub(lambda place: f"{place[1]}\n{as_markdown(place[2])}\n{place[3]}", text)
 
 
+def pages_with_tables() -> list[Path]:
+    """Return the pages, which may have tables."""
+    return sorted([*DOCS.glob("*.md"), *DOCS.glob("guides/*.md")])
+
+
 def main() -> None:
-    for page in sorted(DOCS.glob("*.md")):
+    for page in pages_with_tables():
         page.write_text(update_tables(page.read_text()))
 
 

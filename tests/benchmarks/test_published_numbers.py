@@ -1,11 +1,14 @@
 """Every published number of README and docs equals the JSON that recorded it."""
 
+import json
 import re
 
 import pytest
 
 from benchmarks import pages
+from benchmarks.language_model import QWEN3_8B, count_parameters
 from benchmarks.pages import by_name, faster_than_torchvision, gigabytes, megabytes, read
+from tests.programs import needs_gpu_compiler
 
 # Row names of the JSON files.
 CONVOLUTIONS = "torchvision", "plain XLA", "effjax native"
@@ -18,7 +21,7 @@ ROOT = pages.DOCS.parent
 
 def test_tables():
     """The pages have the tables of the JSON files: what `python -m benchmarks.pages` writes."""
-    texts = [page.read_text() for page in pages.DOCS.glob("*.md")]
+    texts = [page.read_text() for page in pages.pages_with_tables()]
     for text in texts:
         assert pages.update_tables(text) == text
     assert sorted(re.findall(r"<!-- table (\w+) -->", "".join(texts))) == sorted(pages.TABLES)
@@ -140,12 +143,31 @@ def test_readme():
         f"features {gigabytes(picture[FEATURES], 'peak', 2)} GB",
         f"({megabytes(kept[STRONGEST], 'kept')} and {megabytes(kept[FEATURES], 'kept')} MB)",
     ]  # fmt: skip
-    tuning = by_name("planned/language_model_table_qwen3_8b.json")
-    tuning = tuning["float32 moments, state on the host, 4096 tokens, RTX 4090"]
+    tuning = by_name("planned/finetune.json")["Qwen3-8B, adamw, RTX 4090"]
+    parameters = count_parameters(QWEN3_8B)
     numbers += [
-        f"{10 * tuning['parameters'] / 1e9:.1f} GB for parameters and moments alone",
-        f"{12 * tuning['parameters'] / 1e9:.1f} GB of host memory",
+        f"{gigabytes(tuning, 'state')} GB for parameters and moments alone",
+        f"{12 * parameters / 1e9:.1f} GB of host memory",
         *(f"{gigabytes(tuning, f'planned_{where}')} GB" for where in ("device", "host")),
         f"{tuning['step_seconds']:.1f} s a step, modelled",
     ]
     assert not find_missing(numbers, "README.md", "docs/measured.md", "docs/choosing.md")
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_the_command_of_the_readme_prints_its_row(tmp_path, monkeypatch, capsys):
+    """The plan of the command is that of the JSON file; other versions of XLA differ a little."""
+    pytest.importorskip("typer")
+    from effjax import cli
+
+    (tmp_path / "qwen3-8b").mkdir()
+    (tmp_path / "qwen3-8b" / "config.json").write_text(json.dumps(QWEN3_8B.to_json()))
+    monkeypatch.chdir(tmp_path)
+    command = re.search(r"`effjax (memory finetune qwen[^`]*)`", (ROOT / "README.md").read_text())
+    row = by_name("planned/finetune.json")["Qwen3-8B, adamw, RTX 4090"]
+    assert cli.main([*command[1].split(), "--only", row["form"], "--json"]) == 0
+    form = json.loads(capsys.readouterr().out)["forms"][row["form"]]
+    planned = [form[key] for key in ("host_bytes", "device_bytes", "step_seconds")]
+    keys = "planned_host_bytes", "planned_device_bytes", "step_seconds"
+    assert planned == pytest.approx([row[key] for key in keys], rel=0.05)

@@ -1,0 +1,114 @@
+"""Memory and time of `effjax finetune` for a model of 8 billion parameters, by GPU.
+
+The steps are those that `effjax memory finetune` plans. They are compiled for an RTX 4090 and for
+an H100. The memory on other GPUs is that of the program for the H100, and the time is modelled with
+the rates of each GPU.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from effjax.memory import MemoryPlan, find_rates, step_time
+from effjax.memory.compiler.cache import default_folder
+from effjax.memory.compiler.process import open_pipe
+from effjax.memory.devices import find_target
+from effjax.memory.plan import start_plan
+from effjax.memory.search.budget import argument_bytes
+from effjax.models import DecoderConfig
+from effjax.train.text.config import FinetuneConfig
+from effjax.train.text.plans import FORMS, training_step
+
+from .language_model import QWEN3_8B
+from .measure import need_compiler
+from .results import Bars, Result, Size
+
+GPUS = {
+    "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "A100": "a100-80", "H100": "h100",
+    "GH200": "gh200",
+}  # fmt: skip
+MODELS = {"Qwen3-8B": QWEN3_8B}  # `language_model_table` has larger ones
+OPTIMIZERS = "adamw", "adamw8bit"
+# The fused forms, which need the least memory and are about as fast as the others.
+IN_MEMORY, OFFLOADED = "jax.checkpoint, fused", "offload all, fused"
+OPTIONS = {IN_MEMORY: "--fuse-update", OFFLOADED: "--offload all --fuse-update"}
+LENGTH = 4096
+OWN_PROGRAM = "Qwen3-8B", "rtx4090"  # whose steps are compiled for the GPU itself
+COMPILED_FOR = "h100"
+
+
+def plan_step(step: tuple[Any, ...], target: str) -> MemoryPlan:
+    """Plan a step as `effjax memory` does, with the same cache."""
+    with open_pipe() as pipe:
+        return start_plan(*step, target=target, cache=default_folder())(pipe)
+
+
+def plan_model(
+    name: str, model: DecoderConfig, optimizer: str, gpus: dict[str, str], length: int = LENGTH
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each GPU: the form in device memory if it fits, or the offloaded one."""
+    config = FinetuneConfig(max_length=length, batch_size=1, optimizer=optimizer).resolve()  # pyright: ignore
+    model = dataclasses.replace(model, dtype=config.param_dtype)
+    steps = {
+        form: training_step(dataclasses.replace(config, **FORMS[form]), 1, model)
+        for form in OPTIONS
+    }
+    state = sum(argument_bytes(steps[IN_MEMORY][1:], 1))
+    for gpu, target in gpus.items():
+        compiled_for = target if (name, target) == OWN_PROGRAM else COMPILED_FOR
+        limit = int(0.75 * find_target(target).memory_bytes)
+        for form in (IN_MEMORY, OFFLOADED):
+            if form == IN_MEMORY and state > limit:
+                continue
+            planned = plan_step(steps[form], compiled_for)
+            if planned.peak_device_bytes <= limit:
+                break
+        else:
+            form, planned = OFFLOADED, plan_step(steps[OFFLOADED], compiled_for)
+        seconds = step_time(planned.hlo, find_rates(target)).seconds
+        yield {
+            "name": f"{name}, {optimizer}, {gpu}",
+            "model": name,
+            "optimizer": optimizer,
+            "gpu": gpu,
+            "form": form,
+            "options": OPTIONS[form],
+            "compiled_for": compiled_for,
+            "state_bytes": state,
+            "planned_device_bytes": planned.peak_device_bytes,
+            "planned_host_bytes": planned.peak_host_bytes,
+            "device_limit_bytes": limit,
+            "fits": planned.peak_device_bytes <= limit,
+            "step_seconds": seconds,
+            "tokens_per_second": length / seconds,
+        }
+
+
+def make_result(rows: list[dict[str, Any]], length: int) -> Result:
+    return Result(
+        "finetune",
+        f"fine-tuning on one GPU, one sequence of {length} tokens a step, planned",
+        {"length": length, "batch_size": 1, "gpus": GPUS, "ours": [row["name"] for row in rows]},
+        rows,
+        Bars("planned_host_bytes", "planned host memory of a step [GB]", unit=1e9),
+        ["Times are modelled from published peak rates, not measured."],
+    )
+
+
+def run(size: Size) -> Iterator[Result]:
+    need_compiler()
+    models, gpus, length = MODELS, GPUS, LENGTH
+    if size == "small":
+        small = dataclasses.replace(
+            QWEN3_8B, vocab_size=2048, hidden_size=256, intermediate_size=512,
+            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        )  # fmt: skip
+        models, gpus, length = {"small": small}, {"H100": "h100"}, 512
+    optimizers = OPTIMIZERS if size == "published" else OPTIMIZERS[:1]
+    rows = [
+        row
+        for name, model in models.items()
+        for optimizer in optimizers
+        for row in plan_model(name, model, optimizer, gpus, length)
+    ]
+    yield make_result(rows, length)
