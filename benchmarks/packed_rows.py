@@ -21,7 +21,7 @@ from .results import Bars, Result, Size
 TARGETS = "rtx4090", "h100"
 HOST_BYTES = 300 * 2**30
 CONFIG = FinetuneConfig(
-    checkpoint="Qwen3-8B", data="rows.jsonl", max_length=2048, batch_size=64, num_microbatches=32,
+    checkpoint="Qwen3-8B", data=["rows.jsonl"], max_length=2048, batch_size=64, num_microbatches=32,
     optimizer="adamw8bit", offload="all", fuse_update=True,
 )  # fmt: skip
 

@@ -30,6 +30,15 @@ def test_parameters():
     assert sizes == total_size
 
 
+def equations(jaxpr):
+    """Yield the equations of a program and of the functions that it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            if hasattr(value, "eqns"):
+                yield from equations(value)
+
+
 def test_model_flops():
     """The FLOPs are three times those of the matrix products in the traced forward pass."""
     length = 16
@@ -41,7 +50,7 @@ def test_model_flops():
     x = jax.eval_shape(embed, others, batch)
     weights = sum(
         eqn.invars[1].aval.size
-        for eqn in jax.make_jaxpr(layer)(one, x).eqns
+        for eqn in equations(jax.make_jaxpr(layer)(one, x))
         if eqn.primitive.name == "dot_general" and len(eqn.invars[1].aval.shape) == 2
     )
     products = 2 * length * (3 * weights + 96 * 16)
