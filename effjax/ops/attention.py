@@ -72,8 +72,8 @@ def dot_product_attention(
             * "splash": the Pallas kernel of JAX, on TPUs, for T a multiple of 128 and D of 64. None
               selects it on one TPU, and inside ``jax.shard_map`` with ``check_vma=False``. jit
               cannot partition it.
-            * "tokamax": `tokamax.dot_product_attention`, without `segment_ids`, if tokamax is
-              installed. None never selects it.
+            * "tokamax": `tokamax.dot_product_attention`, if tokamax is installed. With
+              `segment_ids` it reads a mask as "cudnn" does. None never selects it.
 
     Returns:
         [N, T, H, D], of the dtype of q. The softmax is computed in float32 (float64 for float64).
@@ -110,11 +110,6 @@ def dot_product_attention(
     options = _Options(causal, window, scale, block_size)
     if implementation is None:
         implementation = _select(options, q, k, v, segment_ids)
-    elif segment_ids is not None and implementation == "tokamax":
-        raise ValueError(
-            'implementation="tokamax" does not support `segment_ids`. Use "xla", or None for the '
-            "best available one."
-        )
     attend = IMPLEMENTATIONS[implementation]
 
     def run(q, k, v, segment_ids):
@@ -385,21 +380,25 @@ _attend_xla.defvjp(_forward, _backward)
 
 
 def _attend_cudnn(options: _Options, q, k, v, segment_ids) -> jax.Array:
-    mask = None
-    if segment_ids is not None:  # for all heads, [N, 1, T, T]
-        mask = (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
     return jax.nn.dot_product_attention(
-        q, k, v, mask=mask, scale=options.scale, is_causal=options.causal, implementation="cudnn",
+        q, k, v, mask=_mask(segment_ids), scale=options.scale, is_causal=options.causal, implementation="cudnn",
         local_window_size=_local_window(options),
     )  # fmt: skip
 
 
-def _attend_tokamax(options: _Options, q, k, v, _) -> jax.Array:
+def _attend_tokamax(options: _Options, q, k, v, segment_ids) -> jax.Array:
     tokamax: Any = importlib.import_module("tokamax")
     return tokamax.dot_product_attention(
-        q, k, v, scale=options.scale, is_causal=options.causal,
+        q, k, v, mask=_mask(segment_ids), scale=options.scale, is_causal=options.causal,
         local_window_size=_local_window(options),
     )  # fmt: skip
+
+
+def _mask(segment_ids: jax.Array | None) -> jax.Array | None:
+    """Return which tokens are in the same segment, for all heads: [N, 1, T, T]."""
+    if segment_ids is None:
+        return None
+    return (segment_ids[:, :, None] == segment_ids[:, None])[:, None]
 
 
 def _local_window(options: _Options) -> tuple[int, int] | None:

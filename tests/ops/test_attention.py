@@ -337,16 +337,19 @@ def test_tokamax_is_called_with_our_options(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokamax", Library)
     q, k, v = random_heads(1, 8, 2, 1, 4, "f4")
     dot_product_attention(q, k, v, window=3, implementation="tokamax")
-    assert calls == [dict(scale=0.5, is_causal=True, local_window_size=(2, 0))]
+    assert calls == [dict(mask=None, scale=0.5, is_causal=True, local_window_size=(2, 0))]
 
 
+@pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_tokamax_matches_all_scores(window):
+def test_tokamax_matches_all_scores(window, segments):
     pytest.importorskip("tokamax", reason="pip install tokamax")
     arrays = random_heads(1, 64, 4, 2, 32, "f4")
-    ours = functools.partial(dot_product_attention, implementation="tokamax", window=window)
-    got = results(ours, *arrays)
-    assert_trees_close(got, results(oracles.attention, *arrays, window=window), 1e-5)
+    ids = jnp.arange(64)[None] // 24 if segments else None
+    options = dict(window=window, segment_ids=ids)
+    ours = functools.partial(dot_product_attention, implementation="tokamax")
+    got = results(ours, *arrays, **options)
+    assert_trees_close(got, results(oracles.attention, *arrays, **options), 1e-5)
 
 
 X = np.ones((2, 4, 4, 8), np.float32)
@@ -369,11 +372,6 @@ X = np.ones((2, 4, 4, 8), np.float32)
         (ValueError, r"`scale` \(=inf\)", {"scale": float("inf")}),
         (ValueError, r"`implementation` \(='flash'\)", {"implementation": "flash"}),
         (ValueError, r"T \(=4\) must be a multiple of 128", {"implementation": "splash"}),
-        (
-            ValueError,
-            'implementation="tokamax" does not support `segment_ids`',
-            {"implementation": "tokamax", "segment_ids": np.zeros((2, 4), int)},
-        ),
     ],
 )
 def test_rejects_bad_arguments(error, match, args):
