@@ -7,7 +7,17 @@ from ._names import missing_name as _missing_name
 
 __version__ = "0.1.0"
 
-_MODULES = ("compat", "convert", "linen", "memory", "models", "native", "nnx", "optimizers")
+_MODULES = (
+    "compat",
+    "convert",
+    "linen",
+    "memory",
+    "models",
+    "native",
+    "nnx",
+    "optimizers",
+    "train",
+)
 
 if TYPE_CHECKING:
     from . import compat as compat
@@ -18,6 +28,7 @@ if TYPE_CHECKING:
     from . import native as native
     from . import nnx as nnx
     from . import optimizers as optimizers
+    from . import train as train
     from .ops import *  # noqa: F403
     from .ops import __all__ as __all__
 else:

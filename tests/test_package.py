@@ -39,7 +39,7 @@ INTERNAL = {
     "memory": {"ops", "native", "_extras", "_names"},
     "optimizers": {"_names"},
     "validation": {"memory", "native", "ops"},
-    "train": {"effjax", "_extras", "_slices", "models", "optimizers"},
+    "train": {"effjax", "_extras", "_names", "_slices", "models", "optimizers"},
     "train.images": {"effjax", "_extras", "train", "memory", "models", "convert"},
     "train.text": {"effjax", "_extras", "train", "models", "convert"},
     "cli": {
@@ -173,7 +173,9 @@ heavy = {"flax", "optax", "numpy.testing", "jax.experimental.pallas"} & set(sys.
 assert not heavy, heavy
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
-for name in ("compat", "convert", "linen", "memory", "models", "native", "nnx", "optimizers"):
+for name in (
+    "compat", "convert", "linen", "memory", "models", "native", "nnx", "optimizers", "train"
+):
     assert name in dir(effjax)
     assert getattr(effjax, name).__name__ == f"effjax.{name}"
 """

@@ -11,7 +11,7 @@ import pytest
 from flax.nnx import Rngs
 
 import effjax
-from effjax import compat, convert, linen, memory, models, native, nnx, optimizers
+from effjax import compat, convert, linen, memory, models, native, nnx, optimizers, train
 from effjax._names import FLAX_NAMES
 from effjax.models import linen as linen_models
 
@@ -114,7 +114,7 @@ def test_nnx_and_linen_have_the_same_names_except_the_documented_ones():
 
 @pytest.mark.parametrize(
     "module",
-    [effjax, nnx, linen, models, linen_models, convert, memory, native, optimizers, compat],
+    [effjax, nnx, linen, models, linen_models, convert, memory, native, optimizers, train, compat],
     ids=lambda module: module.__name__,
 )  # fmt: skip
 def test_dir_lists_the_documented_names(module):

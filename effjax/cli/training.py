@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..train.config import PATHS, RESUMABLE_OPTIONS, RunConfig, command_line
+from ..train.config import RESUMABLE_OPTIONS, RunConfig, command_line
 from ..train.errors import PreemptionError, TrainError
 from ..train.host_memory import set_pinned_limit
 from . import distributed
@@ -147,33 +147,12 @@ def train(
         The run directory and the result of the task.
     """
     from ..train.loop import fit
-    from ..train.processes import (
-        check_same_everywhere,
-        has_joined,
-        is_first,
-        preemption_signal,
-        run_on_first,
-    )
+    from ..train.processes import has_joined, is_first, preemption_signal
     from ..train.report import ConsoleProgress, print_line
-    from ..train.run_directory import RunDirectory
-    from ..train.trackers import check_tracker, track
+    from ..train.run import open_run
+    from ..train.trackers import track
 
-    check_tracker(task.config.report_to)
-    content = task.describe()
-
-    def open_directory() -> None:
-        if request.resume:
-            RunDirectory.open(request.path)
-        else:
-            RunDirectory.create(request.path, content, request.overwrite)
-
-    # Files may be at another path on each machine.
-    check_same_everywhere("option", content["options"] | dict.fromkeys(PATHS))
-    check_same_everywhere("data", content["data"])
-    check_same_everywhere("checkpoint", content.get("base", {}))
-    run_on_first(open_directory)
-    run = RunDirectory.find(request.path)
-    run.writes = is_first()
+    run = open_run(task, request.path, request.resume, request.overwrite)
     for line in (*description, f"run directory: {run.path}"):
         print_line(console, line)
     shown = ConsoleProgress(console, task) if is_first() else None

@@ -381,8 +381,8 @@ _attend_xla.defvjp(_forward, _backward)
 
 def _attend_cudnn(options: _Options, q, k, v, segment_ids) -> jax.Array:
     return jax.nn.dot_product_attention(
-        q, k, v, mask=_mask(segment_ids), scale=options.scale, is_causal=options.causal, implementation="cudnn",
-        local_window_size=_local_window(options),
+        q, k, v, mask=_mask(segment_ids), scale=options.scale, is_causal=options.causal,
+        implementation="cudnn", local_window_size=_local_window(options),
     )  # fmt: skip
 
 

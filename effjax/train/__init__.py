@@ -6,5 +6,38 @@
   the loop and the tasks.
 - `images`, `text`: the tasks, with their configurations, data, models and planned steps.
 
-This module imports nothing, so that the help of a command does not wait for JAX.
+Names are imported at first use, so that the help of a command does not wait for JAX.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .._names import missing_name as _missing_name
+
+_NAMES = {
+    "DataError": "errors",
+    "FinetuneConfig": "text.config",
+    "FinetunedModel": "text.finetune",
+    "PreemptionError": "errors",
+    "TextResult": "text.task",
+    "TrainError": "errors",
+    "finetune": "text.finetune",
+}
+
+if TYPE_CHECKING:
+    from .errors import DataError as DataError
+    from .errors import PreemptionError as PreemptionError
+    from .errors import TrainError as TrainError
+    from .text.config import FinetuneConfig as FinetuneConfig
+    from .text.finetune import FinetunedModel as FinetunedModel
+    from .text.finetune import finetune as finetune
+    from .text.task import TextResult as TextResult
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _NAMES:
+            raise _missing_name(__name__, name)
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+
+    def __dir__() -> list[str]:
+        return sorted(_NAMES)

@@ -17,6 +17,7 @@ from ...models import (
     DecoderFunctions,
     decoder_functions,
     decoder_layer_keys,
+    decoder_logits,
     decoder_shapes,
     init_decoder_layer,
     init_decoder_others,
@@ -37,6 +38,10 @@ NUM_BYTES = 256  # the vocabulary of a model of bytes
 # The width of its MLPs is rounded up to whole tiles of a TPU: XLA copies a stack in host memory as
 # a whole if its last axis has a part of a tile.
 TILE = 128
+
+
+# (logits, batch) -> (loss_sum, weight)
+Loss = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
 class DecoderState(NamedTuple):
@@ -65,13 +70,16 @@ def byte_decoder(config: LMConfig) -> DecoderConfig:
     )  # fmt: skip
 
 
-def make_learner(config: TextConfig, model: DecoderConfig, mesh: AnyMesh) -> "DecoderLearner":
+def make_learner(
+    config: TextConfig, model: DecoderConfig, mesh: AnyMesh, loss: "Loss | None" = None
+) -> "DecoderLearner":
     """Create the learner of a configuration. Nothing is computed.
 
     Args:
         config: The options, resolved.
         model: The model, with the dtype of the parameters.
         mesh: The devices.
+        loss: The loss in place of the cross entropy.
     """
     lora = isinstance(config, FinetuneConfig)
     return DecoderLearner(
@@ -80,7 +88,7 @@ def make_learner(config: TextConfig, model: DecoderConfig, mesh: AnyMesh) -> "De
         num_microbatches=config.num_microbatches, mlp_chunk_size=config.mlp_chunk_size,
         clip_norm=config.clip_norm or None, skip_nonfinite=config.on_nan == "skip",
         lora_rank=config.lora if lora else None, lora_scale=config.lora_scale if lora else 1.0,
-        lora_targets=_find_targets(config, model) if lora else None,
+        lora_targets=_find_targets(config, model) if lora else None, loss=loss,
     )  # fmt: skip
 
 
@@ -136,6 +144,7 @@ class DecoderLearner:
             all parameters.
         lora_scale: The factor of the adapters.
         lora_targets: The linear layers with adapters, as in `self_attn.q_proj`. None for all.
+        loss: The loss in place of the cross entropy.
         skip_nonfinite: Whether a step with a loss or gradients that are not finite changes only
             the number of the step. Not with `fuse_update`.
     """
@@ -154,6 +163,7 @@ class DecoderLearner:
     lora_scale: float = 1.0
     lora_targets: tuple[str, ...] | None = None
     skip_nonfinite: bool = False
+    loss: Loss | None = None
 
     @property
     def params_on_host(self) -> bool:
@@ -268,6 +278,12 @@ class DecoderLearner:
             self.model, dtype=self.dtype,
             mlp_chunk_size=self.mlp_chunk_size, lora_scale=self.lora_scale,
         )  # fmt: skip
+
+        loss = self.loss
+        if loss is not None:
+
+            def head(others: Params, x: Params, batch: Any, key: Any = None) -> Any:
+                return loss(decoder_logits(self.model, others, x["hidden"]), batch)
 
         def gather(function: Callable) -> Callable:
             return lambda params, *rest: function(gather_params(params, self.mesh), *rest)

@@ -26,6 +26,7 @@ from .learner import (
     LORA_B,
     DecoderLearner,
     DecoderState,
+    Loss,
     byte_decoder,
     learning_rate_schedule,
     make_learner,
@@ -76,6 +77,7 @@ def prepare(
     text: Text | None = None,
     load_progress: LoadProgress | None = None,
     resume: bool = False,
+    loss: Loss | None = None,
 ) -> "TextTask":
     """Read the data and check the options. Nothing is written, and no weights are read.
 
@@ -86,6 +88,7 @@ def prepare(
         load_progress: Called while the weights of the checkpoint are read.
         resume: Whether the weights will be those of a checkpoint of the run. The files of
             `config.checkpoint` are not checked then.
+        loss: The loss in place of the cross entropy, ``(logits, batch) -> (loss_sum, weight)``.
 
     Raises:
         DataError: The data or the checkpoint cannot be read, or do not belong to each other.
@@ -103,7 +106,7 @@ def prepare(
         assert isinstance(config, FinetuneConfig) and text is None
         config, data, base, _ = read_rows(config)
         model = base.model
-    learner = make_learner(config, model, mesh)
+    learner = make_learner(config, model, mesh, loss)
     if base is not None and not resume:  # otherwise the weights are those of the run
         base.check(*learner.model_shapes())
     schedule = learning_rate_schedule(config)
