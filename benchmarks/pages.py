@@ -348,6 +348,16 @@ def my_gpu() -> Iterator[Cells]:
         yield [gpu, model, *(" / ".join(dict.fromkeys(column)) for column in columns)]
 
 
+def published() -> Iterator[Cells]:
+    header = ["model", "GPU", "sequences", "measured [tokens/s]", "modelled [tokens/s]"]
+    yield [*header, "share of the peak", "factor"]
+    for row in read("planned/published.json")["rows"]:
+        speeds = (f"{row[key]:.0f}" for key in ("measured_tokens_per_second", "tokens_per_second"))
+        ratio = row["ratio"]
+        cells = row["model"], row["target"], str(row["batch_size"]), *speeds
+        yield [*cells, f"{1 / ratio:.0%}", f"{ratio:.2f}"]
+
+
 def three_digits(number: float) -> str:
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
@@ -441,7 +451,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
             overlap, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
-            my_gpu,
+            my_gpu, published,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),

@@ -62,6 +62,15 @@ class Row:
             return None
         return count_items(self.form.config) / self.plan.step_seconds
 
+    @property
+    def expected_seconds(self) -> tuple[float, float] | None:
+        """The shortest and the longest time to expect, where measurements of the device exist."""
+        from ..memory.devices import expected_seconds
+
+        if self.plan is None:
+            return None
+        return expected_seconds(self.limits.target, self.plan.step_seconds)
+
 
 def count_items(config: Any) -> int:
     """Return the tokens or images of a step."""
@@ -133,12 +142,17 @@ def conclude(
         num_devices: The number of devices.
     """
     from ..memory.render import format_bytes
+    from ..memory.time.step_time import format_seconds
 
     fitting = [row for row in rows if row.fits and row.form.has_command]
     if not fitting:
         return advise(rows, config_type, given, plans, num_devices)
     best = min(fitting, key=lambda row: row.plan.step_seconds if row.plan else 0.0)
     sentence = f"The fastest form that fits is {best.name!r}"
+    if best.plan and best.expected_seconds:
+        least, most = map(format_seconds, best.expected_seconds)
+        modelled = format_seconds(best.plan.step_seconds)
+        sentence += f", {modelled} a step at peak rates and about {least} to {most} expected"
     if best.host_bytes and best.limits.host is None:
         sentence += f", on a machine with more than {format_bytes(best.host_bytes)} of memory"
     return f"{sentence}:", write_command(config_type, given, best.form.config, best.limits)
@@ -301,6 +315,7 @@ def to_dict(rows: "Sequence[Row]", sentence: str, command: str) -> dict[str, Any
                 "is_compiled": row.plan is not None,
                 "fits": row.fits,
                 "step_seconds": row.plan.step_seconds if row.plan else None,
+                "expected_seconds": row.expected_seconds,
                 "items_per_second": row.items_per_second,
                 "plan": row.plan.to_dict() if row.plan else None,
             }

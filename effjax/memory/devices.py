@@ -405,6 +405,24 @@ _all_targets = (
 )  # fmt: skip
 _TARGETS = {target.name: target for target in _all_targets}
 
+# Measured time of training steps relative to that of their products at the peak rates: the least
+# and the largest ratio, see docs/measured/planned/published.json.
+MEASURED_FACTORS = {
+    "rtx4090": (1.1, 1.22), "rtx5090": (1.03, 1.12), "l40s": (2.12, 2.43), "h100": (1.6, 1.96),
+}  # fmt: skip
+
+
+def expected_seconds(target: Target, seconds: float) -> tuple[float, float] | None:
+    """Return the shortest and the longest time to expect of a step with a modelled time.
+
+    None if no measurements of the device are known.
+    """
+    if _TARGETS.get(target.name) != target or target.name not in MEASURED_FACTORS:
+        return None
+    least, most = MEASURED_FACTORS[target.name]
+    return least * seconds, most * seconds
+
+
 # Dense bfloat16 FLOPs per clock of a multiprocessor's tensor cores, by compute capability. Where
 # consumer and data center GPUs of one capability differ, the higher one.
 _TENSOR_FLOPS = {

@@ -1,5 +1,6 @@
 """Every published number of README and docs equals the JSON that recorded it."""
 
+import dataclasses
 import json
 import re
 
@@ -8,6 +9,7 @@ import pytest
 from benchmarks import pages
 from benchmarks.language_model import QWEN3_8B, count_parameters
 from benchmarks.pages import by_name, faster_than_torchvision, gigabytes, megabytes, read
+from effjax.memory.devices import MEASURED_FACTORS, expected_seconds, find_target
 from tests.programs import needs_gpu_compiler
 
 # Row names of the JSON files.
@@ -25,6 +27,16 @@ def test_tables():
     for text in texts:
         assert pages.update_tables(text) == text
     assert sorted(re.findall(r"<!-- table (\w+) -->", "".join(texts))) == sorted(pages.TABLES)
+
+
+def test_factors_of_measured_speeds():
+    factors = read("planned/published.json")["factors"]
+    assert {name: (least, most) for name, (_, least, most) in factors.items()} == MEASURED_FACTORS
+    target = find_target("rtx4090")
+    least, most = expected_seconds(target, 2.0) or (0, 0)
+    assert [least / 2, most / 2] == factors["rtx4090"][1:]
+    other = dataclasses.replace(target, config="", memory_bytes=1)  # a file may have any name
+    assert expected_seconds(other, 2.0) is expected_seconds(find_target("b200"), 2.0) is None
 
 
 def find_missing(numbers, *pages):

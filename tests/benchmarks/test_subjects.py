@@ -33,6 +33,7 @@ from benchmarks import (
     overlap,
     packed_rows,
     planner,
+    published,
     pytorch,
     resnet,
     roi,
@@ -418,6 +419,16 @@ def test_planner():
     (row,) = planner.measure_plans((1,), (), "l4").rows
     assert row["layers"] == 1 and row["plan_seconds"] > row["trace_seconds"] > 0
     trace(*planner.language_model_step(2))
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_published():
+    (result,) = published.run("small")
+    (row,) = result.rows
+    assert row["measured_seconds"] == 16 * 64 / 40e3
+    assert row["step_seconds"] > row["product_seconds"] > 0
+    assert result.config["factors"] == {"rtx4090": [round(row["ratio"], 2)] * 3}
 
 
 # The test below has `REMAT`. The other forms of effjax differ in options of `offload_train_step`,
