@@ -42,6 +42,7 @@ SUBJECTS = {
     "packed-rows": "modelled time of fine-tuning on packed rows and on rows without segments",
     "finetune": "planned memory and modelled time of effjax finetune by GPU",
     "published": "modelled time of training steps beside speeds that others measured",
+    "run-memory": "resident memory of a run on the CPU by phase, and the expected one",
     "optimizers": "test loss of a small model with low-precision optimizers",
     "optimizers-offload": "planned steps with a master copy of 24 bits and with Muon",
     "optimizers-memory": "planned memory of the update of a large matrix by optimizer",

@@ -358,6 +358,13 @@ def published() -> Iterator[Cells]:
         yield [*cells, f"{1 / ratio:.0%}", f"{ratio:.2f}"]
 
 
+def run_memory() -> Iterator[Cells]:
+    yield ["model", "offload", "phase", "resident [GB]", "expected [GB]", "ratio"]
+    for row in read("cpu/run_memory.json")["rows"]:
+        sizes = (gigabytes(row, key, 2) for key in ("resident", "expected"))
+        yield [row["model"], row["offload"], row["phase"], *sizes, f"{row['ratio']:.2f}"]
+
+
 def three_digits(number: float) -> str:
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
@@ -451,7 +458,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
             overlap, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
-            my_gpu, published,
+            my_gpu, published, run_memory,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..train.config import command_line
+from ..train.host_memory import host_phases, machine_bytes
 from ..train.text.config import TextConfig
 from .fit import describe_changes
 
@@ -44,6 +45,16 @@ class Row:
     def host_bytes(self) -> int:
         """Bytes on the host of all devices; at least, if the step is not compiled."""
         return self.state[1] if self.plan is None else self.plan.peak_host_bytes
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Bytes on the host in each phase of a run, beside those of the process."""
+        return host_phases(self.state, self.host_bytes)
+
+    @property
+    def machine_bytes(self) -> int:
+        """The memory of the machine that a run needs, with that of its process."""
+        return machine_bytes(self.state, self.host_bytes)
 
     @property
     def shortage(self) -> tuple[int, int]:
@@ -125,6 +136,17 @@ def make_report(rows: "Sequence[Row]", base: Any) -> "Report":
     return Report([ReportTable(header, cells, title)], note="\n".join(notes))
 
 
+def phases_report(rows: "Sequence[Row]") -> "Report":
+    """Return the table of the host memory that runs need in each phase."""
+    from ..memory.render import Report, ReportTable, format_bytes
+
+    cells = [
+        [row.name, *map(format_bytes, (*row.phases.values(), row.machine_bytes))] for row in rows
+    ]
+    title = "host memory of the phases of a run; the machine also has the process"
+    return Report([ReportTable(["form", *rows[0].phases, "machine"], cells, title)])
+
+
 def conclude(
     rows: "Sequence[Row]",
     config_type: type,
@@ -154,7 +176,7 @@ def conclude(
         modelled = format_seconds(best.plan.step_seconds)
         sentence += f", {modelled} a step at peak rates and about {least} to {most} expected"
     if best.host_bytes and best.limits.host is None:
-        sentence += f", on a machine with more than {format_bytes(best.host_bytes)} of memory"
+        sentence += f", on a machine with {format_bytes(best.machine_bytes)} of memory"
     return f"{sentence}:", write_command(config_type, given, best.form.config, best.limits)
 
 
@@ -311,6 +333,8 @@ def to_dict(rows: "Sequence[Row]", sentence: str, command: str) -> dict[str, Any
             row.name: {
                 "device_bytes": row.device_bytes,
                 "host_bytes": row.host_bytes,
+                "phases_host_bytes": row.phases,
+                "machine_bytes": row.machine_bytes,
                 "state_bytes": sum(row.state),
                 "is_compiled": row.plan is not None,
                 "fits": row.fits,

@@ -14,6 +14,7 @@ import typer
 
 from ..train.config import COUNT, MODEL, PLAN, SIZE, Check, RunConfig, inherit, option
 from ..train.errors import TrainError, printable
+from ..train.host_memory import pinnable_of
 from ..train.images.config import DenseNetRunConfig, ImageConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig, LMConfig, TextConfig
 from . import answer
@@ -68,7 +69,8 @@ class PlanOptions(FileOptions):
     )
     host_memory_gb: int | None = option(
         None,
-        help="GiB of host memory for all devices. (default: a GPU's machine may have any size)",
+        help="GiB of memory of the machine, 4 of them for the process. (default: a GPU's machine "
+        "may have any size)",
         group=PLAN,
         check=SIZE,
     )
@@ -131,6 +133,11 @@ class FunctionOptions(PlanOptions):
         positional=True,
     )
     batch_size: int = option(64, help="The argument of the function.", check=COUNT, group=PLAN)
+    host_memory_gb: int | None = inherit(
+        PlanOptions,
+        "host_memory_gb",
+        help="GiB of host memory for all devices. (default: a GPU's machine may have any size)",
+    )
     budget: str | None = inherit(
         PlanOptions,
         "budget",
@@ -270,17 +277,22 @@ def _plan_options(options_type: type[Any], config: RunConfig, given: Mapping[str
     return dataclasses.replace(options, num_devices=size)
 
 
-def _limits(options: PlanOptions) -> dict[str, Any]:
-    """Return the arguments of `plan` that describe the device."""
+def _limits(options: PlanOptions, of_run: bool = False) -> dict[str, Any]:
+    """Return the arguments of `plan` that describe the device.
+
+    A run needs host memory for its process, too.
+    """
     from ..memory.devices import find_target
 
-    gigabytes = options.host_memory_gb
+    host_bytes = None if options.host_memory_gb is None else options.host_memory_gb * 2**30
+    if host_bytes is not None and of_run:
+        host_bytes = pinnable_of(host_bytes)
     with _errors_in_one_line():
         target = find_target(options.target)
     return {
         "target": target,
         "memory_fraction": options.memory_fraction,
-        "host_memory_bytes": None if gigabytes is None else gigabytes * 2**30,
+        "host_memory_bytes": host_bytes,
     }
 
 
@@ -302,7 +314,7 @@ def _plan(
         plans: The module of the task, see `answer.conclude`.
         make_choices: Returns what `--budget` chooses from.
     """
-    limits, num_devices = _limits(options), options.num_devices
+    limits, num_devices = _limits(options, of_run=True), options.num_devices
     own = take(type(config), given)
     only = options.only or ()
     _check_only(only, list(forms))
@@ -357,6 +369,8 @@ def _compare_forms(
         _print_reports([answer.make_report(shown, config)])
         _print_answer(sentence, command)
     if options.details and compiled and not options.json:
+        print()
+        _print_reports([answer.phases_report([rows[name] for name in compiled])])
         print()
         show(compiled, options)
     elif options.plot is not None and compiled:

@@ -20,11 +20,10 @@ import orbax.checkpoint as ocp
 import tensorstore as ts
 
 from .._slices import Bounds, Rows, create_array, own_shards, read_rows
+from .host_memory import MAX_BYTES_IN_FLIGHT, SLICE_BYTES
 from .processes import is_first
 
 ITEM = "default"  # a folder of each checkpoint; the name that Orbax gives
-SLICE_BYTES = 64 << 20  # of a slice, unless a row of the first axis is larger
-MAX_BYTES_IN_FLIGHT = 4 * SLICE_BYTES  # of the slices that are written at the same time
 
 
 class SlicedArrayHandler(ocp.type_handlers.ArrayHandler):

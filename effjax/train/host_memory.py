@@ -8,6 +8,10 @@ VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 # Of a process, beside its pinned arrays: Python, JAX, CUDA's libraries, its data, and the slices in
 # which arrays are read and written.
 PROCESS_BYTES = 4 * 2**30
+# Slices of arrays: of checkpoints, which are written some at a time, and of exported files.
+SLICE_BYTES = 64 << 20  # unless a row of the first axis is larger
+MAX_BYTES_IN_FLIGHT = 4 * SLICE_BYTES
+EXPORT_BYTES = 32 << 20
 # Processes of a job on a machine, as launchers state them; SLURM may write "4(x2)".
 _LOCAL_COUNTS = "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"
 _CGROUPS = "memory.max", "memory/memory.limit_in_bytes"  # of versions 2 and 1
@@ -44,8 +48,35 @@ def pinnable_bytes(local_processes: int | None = None) -> int:
     if (value := os.environ.get(VARIABLE, "")).strip().isdecimal():
         return int(value) * 2**30
     count = local_processes or count_local_processes()
-    share = physical_bytes() // count - PROCESS_BYTES
-    return max(share // 2**30, 1) * 2**30
+    return pinnable_of(physical_bytes() // count)
+
+
+def pinnable_of(memory_bytes: int) -> int:
+    """Return what a process may pin of a memory of this size, in whole GiB and at least one."""
+    return max((memory_bytes - PROCESS_BYTES) // 2**30, 1) * 2**30
+
+
+def host_phases(state: tuple[int, int], step: int, copies: bool = True) -> dict[str, int]:
+    """Return the host memory of the phases of a run in bytes, beside that of the process.
+
+    Args:
+        state: The bytes of the state on devices and in host memory.
+        step: The bytes of a training step in host memory, those of the state included.
+        copies: Whether what is written is copied before. On CPUs it is not.
+    """
+    on_host = state[1]
+    read, saved, exported = (
+        on_host + min(size, sum(state)) for size in (SLICE_BYTES, MAX_BYTES_IN_FLIGHT, EXPORT_BYTES)
+    )
+    if not copies:
+        saved = exported = on_host
+    return {"loading": read, "step": step, "saving": saved, "restoring": read, "export": exported}
+
+
+def machine_bytes(state: tuple[int, int], step: int) -> int:
+    """Return the memory of a machine that a run needs; the arguments are those of `host_phases`."""
+    # The process has room for the slices.
+    return max(host_phases(state, step).values()) + PROCESS_BYTES - MAX_BYTES_IN_FLIGHT
 
 
 def set_pinned_limit(local_processes: int | None = None) -> None:

@@ -254,7 +254,7 @@ def test_curves(tmp_path):
 
 def test_a_method_has_one_color():
     """Check that programs of published results have the color of their method."""
-    others = "fit_", "finetune", "packed_rows", "optimizers_offload", "published"
+    others = "fit_", "finetune", "packed_rows", "optimizers_offload", "published", "run_memory"
     # Their rows are not methods.
     files = [p for p in ROOT.glob("docs/measured/*/*.json") if not p.name.startswith(others)]
     results = [json.loads(path.read_text()) for path in files]

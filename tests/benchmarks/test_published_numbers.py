@@ -39,6 +39,19 @@ def test_factors_of_measured_speeds():
     assert expected_seconds(other, 2.0) is expected_seconds(find_target("b200"), 2.0) is None
 
 
+def test_expected_memory_of_runs():
+    runs = {}
+    for row in read("cpu/run_memory.json")["rows"]:
+        runs.setdefault((row["model"], row["offload"]), []).append(row)
+    assert len(runs) == 4
+    for (model, _), rows in runs.items():
+        resident, expected = (
+            max(row[f"{key}_bytes"] for row in rows) for key in ("resident", "expected")
+        )
+        assert expected == pytest.approx(resident, rel=0.06 if model == "tiny" else 0.03)
+        assert all(abs(row["ratio"] - 1) < 0.1 for row in rows)
+
+
 def find_missing(numbers, *pages):
     """Return the numbers that the text of some pages does not have."""
     text = " ".join("".join((ROOT / p).read_text() for p in pages).replace("**", "").split())
