@@ -1,6 +1,7 @@
 """The answer of `effjax memory`: which form of a run fits, how fast it is, and what to type."""
 
 import dataclasses
+import functools
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,10 +32,14 @@ class Row:
 
     name: str
     form: "Form"
-    step: tuple[Any, ...]  # (fun, *args)
     limits: Limits
-    state: tuple[int, int]  # bytes of the state and the batch, on a device and on the host
+    state: tuple[int, int] = 0, 0  # bytes of the state and the batch, on a device and on the host
     plan: "MemoryPlan | None" = None
+
+    @functools.cached_property
+    def step(self) -> tuple[Any, ...]:
+        """The step, ``(fun, *args)``. Building that of a deep network takes seconds."""
+        return self.form.training_step(self.form.config)
 
     @property
     def device_bytes(self) -> int:
@@ -93,10 +98,13 @@ def estimate(
     forms: "Mapping[str, Form]", limits: Limits, num_devices: int | None
 ) -> dict[str, Row]:
     """Return the rows of forms, with the memory of their states. Nothing is compiled."""
-    rows = {}
-    for name, form in forms.items():
-        step = form.training_step(form.config)
-        rows[name] = Row(name, form, step, limits, _state_bytes(step, num_devices))
+    rows = {name: Row(name, form, limits) for name, form in forms.items()}
+    trained = [row for row in rows.values() if row.form.has_command]
+    for row in trained:
+        row.state = _state_bytes(row.step, num_devices)
+    for row in rows.values():  # other layers of the same network
+        if not row.form.has_command:
+            row.state = trained[0].state
     return rows
 
 
