@@ -364,6 +364,36 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def with_matmul_precision(
+    inner: optax.GradientTransformation, precision: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Compute the matrix products of a transformation with a precision.
+
+    ``optax.contrib.muon`` multiplies in the dtype of its momentum. The published Muon multiplies in
+    bfloat16, which is faster on GPUs. This has operands in bfloat16, and sums in float32::
+
+        with_matmul_precision(optax.contrib.muon(1e-3), "BF16_BF16_F32")
+
+    The rest of the computation and the state are unchanged. Backends may be more precise: XLA
+    multiplies float32 operands in float32 on CPUs.
+
+    Args:
+        inner: any optax transformation.
+        precision: as in ``jax.default_matmul_precision``, such as "highest" or the name of a
+            ``jax.lax.DotAlgorithmPreset``.
+
+    Returns:
+        The transformation, with the state of `inner`.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates, state, params=None, **extra_args):
+        with jax.default_matmul_precision(precision):
+            return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
 def in_24_bits(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Run a transformation on bfloat16 parameters with the 8 bits that they lack.
 

@@ -25,6 +25,7 @@ from effjax.optimizers import (
     scale_by_adam_8bit,
     set_hyperparams,
     stochastic_rounding,
+    with_matmul_precision,
 )
 from tests.ops.offload.stacks import LAYERS, assert_equal_bits, layer, params
 from tests.ops.offload.steps import TOKENS, embed, head, others
@@ -316,6 +317,24 @@ def test_24_bits_keep_small_updates():
 TRANSFORMATIONS = {
     "8 bits": EIGHT_BIT, "stochastic rounding": ROUNDED, "both": BOTH, "24 bits": MASTER
 }  # fmt: skip
+
+
+MUON = optax.contrib.muon(1e-2)
+BFLOAT16_MUON = with_matmul_precision(MUON, "BF16_BF16_F32")
+
+
+@pytest.mark.parametrize("size", [1e25, 1e-40])
+def test_extreme_gradients_make_finite_updates_of_muon(size):
+    g = jnp.ones((2, 64)).at[0, 3].set(size)
+    assert (abs(first_update(BFLOAT16_MUON, g, g)[0]) < 0.1).all()
+
+
+def test_muon_multiplies_in_bfloat16(x64):
+    """XLA for CPUs rounds the operands of products in float64."""
+    g = normal((12, 20)).astype(jnp.float64)
+    want, got = (first_update(tx, g, g)[0] for tx in (MUON, BFLOAT16_MUON))
+    error = jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+    assert 1e-4 < error < 0.03
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)

@@ -5,7 +5,13 @@ from typing import Any, Literal
 import jax
 import optax
 
-from ..optimizers import adamw_8bit, in_24_bits, in_float32, stochastic_rounding
+from ..optimizers import (
+    adamw_8bit,
+    in_24_bits,
+    in_float32,
+    stochastic_rounding,
+    with_matmul_precision,
+)
 
 B1, B2, EPSILON = 0.9, 0.95, 1e-8  # of AdamW
 LOWEST = 0.1  # of the largest learning rate, at the start and at the end of a run with warmup
@@ -83,7 +89,8 @@ def make_optimizer(
 
     Muon orthogonalizes the momentum of each matrix of a linear layer of the decoder's layers, and
     multiplies it by 0.2 · sqrt(larger side), so that it is as large as AdamW's and has its learning
-    rates. Embedding, head, norms and biases have AdamW. ``optax.contrib.muon`` would send a stack
+    rates. The products have operands in bfloat16 and sums in float32. Embedding, head, norms and
+    biases have AdamW. ``optax.contrib.muon`` would send a stack
     of layers, which has three axes, to Adam; here it gets one layer at a time, in two axes.
 
     Args:
@@ -120,6 +127,8 @@ def make_optimizer(
         optimizer = optax.adamw(schedule, **options)
     if name == "muon":
         muon = optax.contrib.muon(schedule, weight_decay=weight_decay, consistent_rms=0.2)
+        # Muon is published with products in bfloat16.
+        muon = with_matmul_precision(muon, "BF16_BF16_F32")
         optimizer = optax.partition({"muon": muon, "adamw": optimizer}, label)
     if master_copy:
         return in_24_bits(optimizer)

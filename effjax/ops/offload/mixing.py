@@ -273,7 +273,7 @@ _SELECTORS = {"optax.masked": "mask", "optax.partition": "param_labels"}
 # Transformations of others, which they close over.
 WRAPPERS = {
     "optax": {"chain", "masked", "partition", "with_extra_args_support"},
-    "effjax": {"in_24_bits", "in_float32", "with_full_paths"},
+    "effjax": {"in_24_bits", "in_float32", "with_full_paths", "with_matmul_precision"},
 }
 
 

@@ -23,6 +23,7 @@ from effjax.optimizers import (
     in_float32,
     scale_by_adam_8bit,
     stochastic_rounding,
+    with_matmul_precision,
 )
 from tests.ops.offload.stacks import assert_close, to_numpy
 
@@ -45,7 +46,7 @@ SEPARATE = {
     "nadam": lambda: optax.nadam(1e-2),
     "lion": lambda: optax.lion(1e-2, weight_decay=0.1),
     "rmsprop": lambda: optax.rmsprop(1e-2, momentum=0.9, centered=False),
-    "sgd": lambda: optax.sgd(0.5),
+    "sgd": lambda: with_matmul_precision(optax.sgd(0.5), "highest"),
     "momentum": lambda: optax.sgd(0.5, momentum=0.9, nesterov=True),
     "noise": lambda: optax.chain(optax.sgd(0.5), optax.add_noise(0.0, 0.5, 0)),
     "partition": lambda: optax.partition(
