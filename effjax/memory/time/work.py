@@ -283,6 +283,8 @@ def _rate_of(dtype: str, text: str) -> str:
         return "s8"
     if dtype in ("s32", "u32"):
         return "f32_highest"
+    if dtype == "f32" and re.search(r"algorithm=dot_bf16_bf16_f32\b", text):
+        return "bf16"  # the operands are rounded in the kernel
     if dtype in ("f32", "c64"):
         is_highest = re.search(
             r'(?i)operand_precision"?[=:]\s*[{\[]"?highest|dot_f32_f32_f32', text
