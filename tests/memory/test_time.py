@@ -434,3 +434,12 @@ def test_flops_of_convolutions_on_a_gpu():
     counted = step_time(hlo, UNIT)
     assert p.step_time.total_flops == pytest.approx(counted.total_flops, rel=0.02)
     assert not p.step_time.unknown_kernels and math.isfinite(p.step_seconds)
+
+
+@pytest.mark.parametrize("products, rate", [("bf16_bf16_f32", "bf16"), ("bf16_bf16_f32_x3", "f32")])
+def test_products_of_float32_in_bfloat16(products, rate):
+    dot = (
+        "%d = f32[16,16]{1,0} dot(%a, %a), lhs_contracting_dims={1}, "
+        f"rhs_contracting_dims={{0}}, algorithm=dot_{products}"
+    )
+    assert step_time(program(lines(dot)), UNIT).flops == {rate: PRODUCT}
