@@ -318,8 +318,10 @@ def _plan(
     own = take(type(config), given)
     only = options.only or ()
     _check_only(only, list(forms))
+    budget = None if options.budget is None else parse_size("--budget", options.budget)
     # Building the steps of a deep network takes seconds.
-    print(f"planning for {limits['target'].description}: {'; '.join(forms)}", file=sys.stderr)
+    names = [name for name in forms if not only or name in only]
+    print(f"planning for {limits['target'].description}: {'; '.join(names)}", file=sys.stderr)
     with _errors_in_one_line():
         if options.max_batch:
             sized = lambda size: {  # noqa: E731
@@ -329,8 +331,8 @@ def _plan(
             result = plan_steps(sized, options, config.batch_size, **limits)
             show(result, options)
             fits = any_fits(result)
-        elif options.budget is not None:
-            fits = _search(config, own, options, forms, plans, make_choices(), limits)
+        elif budget is not None:
+            fits = _search(config, own, options, budget, forms, plans, make_choices(), limits)
         else:
             rows = answer.estimate(forms, _row_limits(limits, num_devices), num_devices)
             fits = _compare_forms(config, own, options, rows, only, plans, limits)
@@ -382,13 +384,13 @@ def _search(
     config: RunConfig,
     given: Mapping[str, Any],
     options: PlanOptions,
+    budget: int,
     forms: "Mapping[str, Form]",
     plans: Any,
     choices: "MemoryChoices",
     limits: Mapping[str, Any],
 ) -> bool:
     """Search for the fastest options that fit, print the answer, and return True if some fit."""
-    budget = parse_size("--budget", options.budget or "")
     found = search_options(
         config, given, choices, budget=budget, num_devices=options.num_devices, **limits
     )

@@ -301,7 +301,7 @@ def deform_conv(devices, mesh8):
 @pytest.mark.parametrize("devices", [8, 16])
 def test_rejects_operators_with_a_partitioning_rule(mesh8, devices):
     conv, arguments, _ = deform_conv(devices, mesh8)
-    with pytest.raises(PlanError, match=r"Plan the step inside jax.shard_map"):
+    with pytest.raises(PlanError, match=r"plan the step inside jax.shard_map"):
         plan(conv, *arguments)
 
 
