@@ -91,7 +91,7 @@ def update_groups(
 
         def clipped(g: Tree) -> Any:
             if clip_norm is None or clip_by != "layer":
-                return with_value(plain_tx, value)
+                return tx
             # The optimizer gets a few rows at a time, but the norm is that of the module.
             module_norm = jnp.sqrt(LayerList(tx).sum_of_squares([g]))
             return with_clipping(

@@ -145,12 +145,12 @@ def test_memory(run, base, tmp_path):
     shutil.copy(base / "config.json", tmp_path)
     options = "--max-length", "32", "--batch-size", "64", "--only", "jax.checkpoint", "--json"
     code, out, _ = run("memory", "finetune", "config.json", *options)
-    (plan,) = json.loads(out).values()
+    (form,) = json.loads(out)["forms"].values()
     config = FinetuneConfig(checkpoint=str(base), max_length=32, batch_size=64)
     min_bytes = memory_choices(config, set()).min_bytes
     assert min_bytes is not None
     kept, _ = min_bytes(activations="device")
-    assert code == 0 and 0 < kept < plan["device"]["temporaries"]
+    assert code == 0 and 0 < kept < form["plan"]["device"]["temporaries"]
 
 
 def test_adapter_is_no_checkpoint(run_finetune, tmp_path):

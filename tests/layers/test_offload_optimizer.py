@@ -235,7 +235,7 @@ def test_adam_matches_optax(train, clip):
     close(got, want, 1e-5)
 
 
-@vary("clip", ["layer", "none", "global", "previous"])
+@vary("clip", ["global", "layer", "none", "previous"])
 def test_huge_arrays_on_the_host_are_updated_by_rows(clip, monkeypatch):
     monkeypatch.setattr(row_update, "CHUNK_BYTES", 100)
     options, want = CLIPS[clip]
