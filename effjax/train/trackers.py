@@ -12,7 +12,7 @@ from .task import Metrics, Progress, Record
 
 
 class Tracker(Protocol):
-    """What a program that records a run does."""
+    """Interface of a program that records a run."""
 
     def add(self, values: Mapping[str, float], step: int) -> None:
         """Record numbers of a step, by name."""

@@ -112,7 +112,7 @@ class TextConfig(RunConfig):
         check=FRACTION,
     )
     beta1: float = option(
-        0.9, help="Decay rate of the first moment.", group=OPTIMIZATION, check=SHARE
+        0.9, help="Decay rate of AdamW's first moment.", group=OPTIMIZATION, check=SHARE
     )
     beta2: float = option(
         0.95, help="Decay rate of AdamW's second moment.", group=OPTIMIZATION, check=SHARE
