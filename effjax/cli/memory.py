@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -365,6 +366,7 @@ def _compare_forms(
         rows[name].plan = plan
     shown = [row for name, row in rows.items() if not only or name in only]
     sentence, command = answer.conclude(shown, type(config), given, plans, options.num_devices)
+    command = _for_the_same_machine(command, options)
     if options.json:
         print(json.dumps(answer.to_dict(shown, sentence, command), indent=1))
     else:
@@ -403,9 +405,22 @@ def _search(
     else:
         rows = list(answer.estimate(forms, row_limits, options.num_devices).values())
         sentence, command = answer.advise(rows, type(config), given, plans, options.num_devices)
+        command = _for_the_same_machine(command, options)
     if not options.json:
         _print_answer(sentence, command)
     return found.options is not None
+
+
+def _for_the_same_machine(command: str, options: PlanOptions) -> str:
+    """Return a command that plans, with the options of the device and the host that were given."""
+    if not command.startswith("effjax memory "):
+        return command
+    names = "target", "num_devices", "memory_fraction", "host_memory_gb", "budget", "num_classes"
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in names and value != field.default:
+            command += f" --{field.name.replace('_', '-')} {shlex.quote(str(value))}"
+    return command
 
 
 def _print_answer(sentence: str, command: str) -> None:

@@ -228,6 +228,7 @@ def test_what_helps_if_nothing_fits(run_memory, options, short, command):
     assert "no: at least" in out and "--offload all --fuse-update" in out
     last = out.splitlines()[-1]
     assert last.startswith("  effjax memory lm ") == bool(command) and command in last
+    assert not command or last.endswith(" ".join(limits))
 
 
 @needs_gpu_compiler
