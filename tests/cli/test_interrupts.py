@@ -43,7 +43,10 @@ def start(tmp_path):
 
     def start(*options, before=""):
         path = os.pathsep.join(p for p in sys.path if p)
-        environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        environment = os.environ | {
+            "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        }  # fmt: skip
         code = f"{before}\nfrom effjax.cli import main\nraise SystemExit(main())"
         process = subprocess.Popen(
             [sys.executable, "-c", code, *options], cwd=tmp_path, env=environment, text=True,

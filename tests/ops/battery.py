@@ -23,7 +23,6 @@ OWN_RULES = IMPLEMENTATIONS[0]
 
 only_own_rules = pytest.mark.parametrize("implementation", [OWN_RULES], indirect=True)
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
-vary_implementation = vary("implementation", IMPLEMENTATIONS, indirect=True)
 # "default" has the rules of "native" and the arithmetic of "xla".
 own_rules_or_xla = vary("implementation", [OWN_RULES, "xla"], indirect=True)
 
@@ -37,7 +36,7 @@ def on_random_shapes(test: Callable) -> Callable:
         database=None,
         suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
     )
-    test = every_implementation(settings(hypothesis.given(data=st.data())(test)))
+    test = own_rules_or_xla(settings(hypothesis.given(data=st.data())(test)))
     return pytest.mark.exhaustive(pytest.mark.usefixtures("x64")(test))
 
 

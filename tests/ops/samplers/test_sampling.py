@@ -14,7 +14,6 @@ from tests.ops.battery import (
     every_implementation,
     only_own_rules,
     own_rules_or_xla,
-    vary_implementation,
 )
 from tests.ops.samplers.deform_attention.cases import ATTENTION, DCN
 from tests.ops.samplers.deform_conv.cases import OPERATOR as CONV
@@ -39,7 +38,7 @@ SIZES = [
 
 
 @double
-@vary_implementation
+@own_rules_or_xla
 @pytest.mark.parametrize(("operator", "case"), CASES)
 def test_matches_float64_oracle(operator, case, implementation):
     c = operator.make(case)
@@ -116,7 +115,7 @@ def test_forward_mode_and_second_order_of_xla(name, mode, order):
 
 
 @pytest.mark.parametrize("operator", [CONV, ATTENTION], ids=["conv", "attention"])
-@vary_implementation
+@own_rules_or_xla
 def test_residuals_are_the_inputs(operator, implementation):
     """The backward pass keeps no copies, and a scan none of its stacked inputs."""
     c = operator.make_context(implementation, dtype=np.float32)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from effjax import dcn_aggregate, deform_conv2d
 from effjax.memory import collectives
 from tests.contexts import assert_trees_close, mesh_of
-from tests.ops.battery import on_random_shapes, own_rules_or_xla, vary_implementation
+from tests.ops.battery import on_random_shapes, own_rules_or_xla
 from tests.ops.samplers.deform_attention.cases import make_random_window, make_window
 from tests.tiers import vary
 
@@ -45,7 +45,7 @@ def test_zero_offsets_read_whole_pixels():
     np.testing.assert_array_equal(y[..., 1], wide[:, 2:, 2:, 1])
 
 
-@vary_implementation
+@own_rules_or_xla
 def test_non_finite_offsets_give_zero(implementation):
     c = make_window("plain", dtype=np.float32)
     c.args[1][:, 0] = np.nan

@@ -14,10 +14,8 @@ from effjax.ops._common.platform import trace_for_platform
 from tests.contexts import assert_trees_close
 from tests.ops.battery import (
     IMPLEMENTATIONS,
-    every_implementation,
     on_random_shapes,
     own_rules_or_xla,
-    vary_implementation,
 )
 from tests.ops.samplers.deform_attention.cases import between_pixels, make, make_random
 from tests.programs import needs_gpu_compiler
@@ -27,7 +25,7 @@ double = pytest.mark.usefixtures("x64")
 
 
 @double
-@vary_implementation
+@own_rules_or_xla
 def test_pixel_centers_are_exact(implementation):
     # Weights are exact in a level whose sizes are powers of two.
     shapes = ((1, 1), (4, 8))
@@ -44,7 +42,7 @@ EDGES = [-1e30, 1e30, -np.inf, np.inf, np.nan, -1.0, -0.125, -0.124, 0.0, 1.0, 1
 
 
 @double
-@every_implementation
+@own_rules_or_xla
 def test_locations_at_and_beyond_the_border(implementation):
     """Results and gradients in a level of four by four are zero unless -1/8 < location < 9/8."""
     n = len(EDGES)
@@ -59,7 +57,7 @@ def test_locations_at_and_beyond_the_border(implementation):
         assert np.all(a[~inside] == 0) and np.all(a[inside] > 0)
 
 
-@every_implementation
+@own_rules_or_xla
 def test_non_finite_pixel_stays_local(implementation):
     """Corners and samples out of range neither read nor scale other pixels."""
     c = make("levels", dtype=np.float32)
@@ -104,7 +102,7 @@ def test_half_precision_is_rounded_once(implementation, dtype):
         np.testing.assert_allclose(np.asarray(a, np.float64), rounded, rtol=2 * epsilon, atol=1e-4)
 
 
-@vary_implementation
+@own_rules_or_xla
 def test_locations_are_exact_in_half_precision(implementation):
     """Locations are computed in float32; these lie a quarter right of each center."""
     value = jnp.asarray(np.arange(256).reshape(1, 256, 1, 1) % 2, jnp.bfloat16)

@@ -17,11 +17,9 @@ from effjax.ops.samplers.deform_conv import chunks
 from tests.contexts import assert_trees_close
 from tests.ops.battery import (
     Case,
-    every_implementation,
     on_random_shapes,
     only_own_rules,
     own_rules_or_xla,
-    vary_implementation,
 )
 from tests.ops.samplers.deform_conv import oracle
 from tests.ops.samplers.deform_conv.cases import make, make_random
@@ -50,7 +48,7 @@ def test_zero_offset_is_a_convolution(implementation, padding, pads):
 
 
 @double
-@vary_implementation
+@own_rules_or_xla
 def test_integer_offsets_shift(implementation):
     x = np.random.default_rng(0).normal(size=(1, 5, 6, 3))
     offset = np.broadcast_to(np.array([2.0, -1.0]), (1, 5, 6, 2))
@@ -64,7 +62,7 @@ EDGES = [-1e30, 1e30, -np.inf, np.inf, np.nan, -2.0, -1.0, -1 + 1e-6, 0.0, 4.0, 
 
 
 @double
-@every_implementation
+@own_rules_or_xla
 def test_positions_at_and_beyond_the_border(implementation):
     """One output pixel per position: zero with zero gradients unless -1 < position < size."""
     rng = np.random.default_rng(0)
@@ -86,7 +84,7 @@ def test_positions_at_and_beyond_the_border(implementation):
     assert np.all(np.abs(np.asarray(got[4])[~outside]).sum((1, 2, 3)) > 0)
 
 
-@every_implementation
+@own_rules_or_xla
 def test_non_finite_pixel_stays_local(implementation):
     """Corners and samples out of range neither read nor scale other pixels."""
     rng = np.random.default_rng(0)
@@ -138,7 +136,7 @@ def test_half_precision_is_as_accurate_as_a_convolution(implementation, dtype):
         assert errors[0] <= 1.02 * errors[1]  # the same sum, rounded in two ways
 
 
-@vary_implementation
+@own_rules_or_xla
 def test_positions_are_exact_in_half_precision(implementation):
     x = jnp.asarray(np.arange(1000).reshape(1, 1, 1000, 1) % 2, jnp.bfloat16)
     offset = jnp.full((1, 1, 1000, 2), jnp.array([0, 0.25]), jnp.bfloat16)
@@ -160,7 +158,7 @@ def test_mixed_dtypes():
         assert y.dtype == jnp.float32
 
 
-@vary_implementation
+@own_rules_or_xla
 def test_gradient_inside_custom_jvp(implementation):
     """The rule passes zeros as the tangents of arguments that are not differentiated."""
     c = make("plain", dtype=np.float32)
@@ -193,7 +191,7 @@ def _gradients(implementation, workspace_bytes):
     return jax.grad(loss, argnums=(0, 1, 2, 3))
 
 
-@every_implementation
+@own_rules_or_xla
 @vary("dtype, height", [("float32", 47), ("bfloat16", 23)])
 def test_memory_stays_under_the_workspace(implementation, dtype, height):
     """The last slice is smaller."""

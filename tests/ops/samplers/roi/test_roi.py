@@ -13,10 +13,8 @@ from effjax import multiscale_roi_align, roi_align
 from tests.contexts import assert_trees_close
 from tests.ops.battery import (
     NO_NATIVE,
-    every_implementation,
     on_random_shapes,
     own_rules_or_xla,
-    vary_implementation,
 )
 from tests.ops.samplers.roi import oracle
 from tests.ops.samplers.roi.cases import make, make_from
@@ -74,7 +72,7 @@ def test_integer_boxes(name):
     np.testing.assert_array_equal(got, want)
 
 
-@vary_implementation
+@own_rules_or_xla
 def test_bins_of_whole_pixels(implementation):
     """Aligned bins of two by two pixels give the means of these pixels."""
     x = np.random.default_rng(0).normal(size=(1, 6, 4, 2)).astype(np.float32)
@@ -85,7 +83,7 @@ def test_bins_of_whole_pixels(implementation):
     assert_trees_close(y, want, 1e-6)
 
 
-@every_implementation
+@own_rules_or_xla
 def test_adaptive_count_of_samples_is_exact(implementation):
     """2 * 7 / 7 rounds up to 2, however a division by seven is compiled."""
     rng, bins = np.random.default_rng(0), 7
@@ -101,7 +99,7 @@ EDGES = [-1.5, -1.0, -0.5, 0.0, 1.25, 4.0, 4.5, 5.0, 5.5]
 
 
 @double
-@every_implementation
+@own_rules_or_xla
 def test_samples_at_and_beyond_the_border(implementation):
     """Samples are zero unless -1 <= position <= size, and clamped to the outermost pixels."""
     x = np.random.default_rng(0).normal(size=(1, 5, 5, 3))
@@ -118,7 +116,7 @@ def test_samples_at_and_beyond_the_border(implementation):
 
 
 @double
-@every_implementation
+@own_rules_or_xla
 @vary("case", ["offset_adaptive", "by_position"])
 def test_non_finite_pixel_stays_local(implementation, case):
     """Only boxes that touch the pixel are affected."""
@@ -136,7 +134,7 @@ def test_non_finite_pixel_stays_local(implementation, case):
         assert np.isfinite(doffset[0][~touched]).mean() > 0.9
 
 
-@every_implementation
+@own_rules_or_xla
 @vary("ratio", [0, 3])
 def test_huge_boxes_terminate(implementation, ratio):
     """Adaptive boxes would have too many samples to compute."""
@@ -177,7 +175,7 @@ def test_mixed_dtypes():
     assert_trees_close(y, c.oracle(x, offset, boxes, c.dy)[0], 1e-6)
 
 
-@vary_implementation
+@own_rules_or_xla
 def test_boxes_have_no_gradient(implementation):
     c = make("ratio", dtype=np.float32)
     run = c.bind(implementation)
@@ -185,7 +183,7 @@ def test_boxes_have_no_gradient(implementation):
     assert not np.asarray(gradient(c.args[1].astype(np.float32))).any()
 
 
-@vary_implementation
+@own_rules_or_xla
 def test_residual_size(implementation):
     c = make("offset", dtype=np.float32)
     run = c.bind(implementation)
@@ -193,7 +191,7 @@ def test_residual_size(implementation):
     assert sum(a.size for a in jax.tree.leaves(residuals)) <= c.args[0].size + 4 * c.args[1].size
 
 
-@every_implementation
+@own_rules_or_xla
 def test_memory_has_no_axis_of_samples(implementation):
     """Temporaries are a few times the result, not its 64 samples per bin."""
     x, boxes = (jax.ShapeDtypeStruct(s, "float32") for s in ((1, 32, 32, 64), (1, 64, 4)))
