@@ -41,6 +41,7 @@ SUBJECTS = {
     "language-model-table": "planned memory and modelled time of fine-tuning 8B to 70B on a GPU",
     "packed-rows": "modelled time of fine-tuning on packed rows and on rows without segments",
     "finetune": "planned memory and modelled time of effjax finetune by GPU",
+    "trl": "losses of ten steps of TRL's trainer and of effjax finetune",
     "published": "modelled time of training steps beside speeds that others measured",
     "run-memory": "resident memory of a run on the CPU by phase, and the expected one",
     "optimizers": "test loss of a small model with low-precision optimizers",

@@ -365,6 +365,13 @@ def run_memory() -> Iterator[Cells]:
         yield [row["model"], row["offload"], row["phase"], *sizes, f"{row['ratio']:.2f}"]
 
 
+def same_as_trl() -> Iterator[Cells]:
+    yield ["", "TRL, first step", "TRL, tenth", "effjax, tenth", "largest difference"]
+    for row in read("cpu/trl.json")["rows"]:
+        losses = row["trl_losses"][0], row["trl_losses"][-1], row["losses"][-1]
+        yield [row["name"], *(f"{loss:.4f}" for loss in losses), f"{row['difference']:.0e}"]
+
+
 def three_digits(number: float) -> str:
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
@@ -458,7 +465,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
             overlap, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
-            my_gpu, published, run_memory,
+            my_gpu, published, run_memory, same_as_trl,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),

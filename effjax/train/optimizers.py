@@ -1,5 +1,6 @@
 """Learning rates and optimizers of training runs."""
 
+import math
 from typing import Any, Literal
 
 import jax
@@ -32,8 +33,8 @@ def make_schedule(
             after 3/4 of the steps, without warmup.
         learning_rate: The largest learning rate.
         steps: The length of the run.
-        warmup: The share of the steps with linear warmup. If it is positive, there is at least one.
-            None for a cosine to zero without warmup.
+        warmup: The share of the steps with linear warmup, rounded up as in transformers. None for a
+            cosine to zero without warmup.
         first: The share of `learning_rate` at the start of the warmup.
         lowest: The share of `learning_rate` at the end of the decay.
     """
@@ -42,7 +43,7 @@ def make_schedule(
         return optax.piecewise_constant_schedule(learning_rate, boundaries)
     if warmup is None:
         return optax.cosine_decay_schedule(learning_rate, steps)
-    count = max(round(warmup * steps), 1) if warmup else 0
+    count = math.ceil(warmup * steps)
     rest = max(steps - count, 1)
     decays = {
         "cosine": optax.cosine_decay_schedule(learning_rate, rest, lowest),
