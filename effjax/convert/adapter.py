@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -38,6 +38,15 @@ KNOWN = {
 }  # fmt: skip
 # Initializations that do not change the base model.
 INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+class AdapterOptions(NamedTuple):
+    """Options of an adapter: `dropout` is that of its training, `modules` those that it adapts."""
+
+    rank: int
+    scale: float
+    modules: list[str]
+    dropout: float
 
 
 def load_adapter(
@@ -85,8 +94,8 @@ def load_adapter(
 
 def read_adapter_options(
     folder: str | os.PathLike[str], *, layers_prefix: str = LAYERS_PREFIX
-) -> tuple[int, float, list[str]]:
-    """Return the rank of an adapter, its scale, and the names of the modules that it adapts.
+) -> AdapterOptions:
+    """Return the options of an adapter.
 
     Args:
         folder: The adapter, as for `load_adapter`. No weights are read.
@@ -98,7 +107,8 @@ def read_adapter_options(
     folder = Path(folder)
     config, shapes = _read_config(folder / CONFIG), _find_shapes(folder, f"{BASE}{layers_prefix}")
     modules = sorted(name.removesuffix(A) for name in shapes if name.endswith(A))
-    return config["r"], _find_scale(config), modules
+    dropout = config.get("lora_dropout") or 0.0
+    return AdapterOptions(config["r"], _find_scale(config), modules, dropout)
 
 
 def save_adapter(
@@ -106,6 +116,7 @@ def save_adapter(
     layers: Mapping[str, Any],
     scale: float,
     *,
+    dropout: float = 0.0,
     base_model: str | None = None,
     base_revision: str | None = None,
     copied_files: Mapping[str, Path] | None = None,
@@ -121,6 +132,8 @@ def save_adapter(
         folder: The adapter, which must not exist or be empty, unless `overwrite`.
         layers: Arrays as `load_adapter` returns them.
         scale: The factor of ``B @ A``, written as ``lora_alpha / r``.
+        dropout: The `lora_dropout` of the training, which does not change what the adapter
+            computes.
         base_model: The name or folder of the model that is adapted, for PEFT.
         base_revision: The commit of a model on the Hub.
         copied_files: Other files of the adapter, by their new names.
@@ -140,10 +153,11 @@ def save_adapter(
     check_arrays(layers, {})
     rank = _check_matrices(layers)
     scale = as_number("scale", scale, lambda scale: math.isfinite(scale * rank), "finite")
+    dropout = as_number("dropout", dropout, lambda a: 0 <= a < 1, "in [0, 1)")
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
         "revision": base_revision,
-        "r": rank, "lora_alpha": _find_alpha(scale, rank), "lora_dropout": 0.0, "bias": "none",
+        "r": rank, "lora_alpha": _find_alpha(scale, rank), "lora_dropout": dropout, "bias": "none",
         "target_modules": sorted(name.removesuffix(A) for name in layers if name.endswith(A)),
         "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
@@ -167,6 +181,9 @@ def _read_config(path: Path) -> dict[str, Any]:
         check(math.isfinite(config["lora_alpha"]), "lora_alpha is not finite")
     except (ValueError, OverflowError) as error:
         raise ValueError(f"{path}: not {kind} ({error!s:.200})") from error
+    dropout = config.get("lora_dropout")
+    if dropout is not None and not (type(dropout) in (int, float) and 0 <= dropout < 1):
+        raise ValueError(f"{path}: lora_dropout is {dropout!r:.80}, not a number in [0, 1).")
     use_rslora = config.get("use_rslora")
     if use_rslora is not None and not isinstance(use_rslora, bool):
         raise ValueError(f"{path}: use_rslora is {use_rslora!r:.80}, not true or false.")

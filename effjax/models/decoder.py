@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -42,6 +43,13 @@ Params = dict[str, Any]
 Linear = Callable[[str, jax.Array], jax.Array]  # (name of a linear layer, x)
 # ``attend(q, k, v, x) -> (y, x)`` of arrays [N, T, heads, head_dim] and the input of the layer.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Params], tuple[jax.Array, Params]]
+
+
+class Lora(NamedTuple):
+    """Static options of adapters: the factor of B (A x), and the share of x that is dropped."""
+
+    scale: float = 1.0
+    dropout: float = 0.0
 
 
 class _Family(NamedTuple):
@@ -440,6 +448,7 @@ def decoder_functions(
     attention: str | None = None,
     mlp_chunk_size: int | None = None,
     lora_scale: float = 1.0,
+    lora_dropout: float = 0.0,
 ) -> DecoderFunctions:
     """Return the functions ``(embed, layer, head)`` of a decoder.
 
@@ -451,7 +460,7 @@ def decoder_functions(
       batch's positions and segment ids.
     * ``layer(params, x, key) -> x`` takes the parameters of one layer. With the arrays of a LoRA
       adapter among them, named as by `effjax.convert.load_adapter`, a linear layer computes
-      ``W x + lora_scale * B (A x)``.
+      ``W x + lora_scale * B (A dropout(x))``. Without a key, nothing is dropped.
     * ``head(others, x, batch, key) -> (loss_sum, weight)`` returns the sum of the cross entropy of
       tokens, times their weights, and the sum of the weights.
 
@@ -475,6 +484,9 @@ def decoder_functions(
         mlp_chunk_size: number of positions that the MLP processes at a time; the backward pass
             recomputes each chunk. None means all of them.
         lora_scale: the factor of the adapter, if there is one.
+        lora_dropout: the share of the numbers of x that are 0 in the input of A, in [0, 1). The
+            others are divided by ``1 - lora_dropout``. Each linear layer drops other numbers, which
+            depend on the key only, and with `mlp_chunk_size` on its value.
 
     Raises:
         TypeError: for a number of another type.
@@ -483,7 +495,10 @@ def decoder_functions(
     check_config(config)
     dtype = as_dtype("dtype", config.dtype if dtype is None else dtype)
     check_choice("attention", attention, None, *IMPLEMENTATIONS)
-    lora_scale = as_number("lora_scale", lora_scale, math.isfinite, "finite")
+    lora = Lora(
+        as_number("lora_scale", lora_scale, math.isfinite, "finite"),
+        as_number("lora_dropout", lora_dropout, lambda a: 0 <= a < 1, "in [0, 1)"),
+    )
     if mlp_chunk_size is not None:
         mlp_chunk_size = as_integer("mlp_chunk_size", mlp_chunk_size, 1)
     return DecoderFunctions(
@@ -493,7 +508,7 @@ def decoder_functions(
             config,
             functools.partial(_attend, config, attention),
             mlp_chunk_size,
-            lora_scale,
+            lora,
         ),
         functools.partial(_apply_head, config),
     )
@@ -554,24 +569,25 @@ def apply_layer(
     config: DecoderConfig,
     attend: Attend,
     mlp_chunk_size: int | None,
-    lora_scale: float,
+    lora: Lora,
     params: Params,
     x: Params,
     key: Any = None,
 ) -> Params:
     """Apply one layer, with the given attention; see `decoder_functions`."""
-    linear = functools.partial(_linear, params, lora_scale)
+    linear = functools.partial(_linear, params, lora, key=key)
     y, x = _apply_attention(config, attend, linear, params, x)
     hidden = x["hidden"] + y
 
-    def mlp(hidden: jax.Array) -> jax.Array:
-        return hidden + _apply_mlp(config, lora_scale, params, hidden)
+    def mlp(hidden: jax.Array, chunk: Any) -> jax.Array:
+        chunk_key = None if key is None else jax.random.fold_in(key, chunk)
+        return hidden + _apply_mlp(config, lora, params, hidden, chunk_key)
 
     length, size = hidden.shape[1], mlp_chunk_size
     if size is not None and size < length:
         hidden = _map_chunks(jax.checkpoint(mlp, prevent_cse=False), hidden, size)
     else:
-        hidden = mlp(hidden)
+        hidden = mlp(hidden, 0)
     return {**x, "hidden": hidden}
 
 
@@ -612,13 +628,13 @@ def _attend(
 
 
 def _apply_mlp(
-    config: DecoderConfig, lora_scale: float, params: Params, hidden: jax.Array
+    config: DecoderConfig, lora: Lora, params: Params, hidden: jax.Array, key: Any
 ) -> jax.Array:
-    linear = functools.partial(_linear, params, lora_scale)
+    linear = functools.partial(_linear, params, lora, key=key)
     y = _rms_norm(hidden, params["post_attention_layernorm.weight"], config.rms_norm_eps)
     gate, up = (linear(f"mlp.{name}_proj", y) for name in ("gate", "up"))
     down = {name: a for name, a in params.items() if name.startswith("mlp.down_proj.")}
-    return _apply_gated(lora_scale, down, gate, up)
+    return _apply_gated(lora, down, gate, up, key)
 
 
 # y = W h, h = silu(gate) * up. For autodiff XLA makes three kernels that read gate or up again: of
@@ -627,20 +643,22 @@ def _apply_mlp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _apply_gated(lora_scale: float, params: Params, gate: jax.Array, up: jax.Array) -> jax.Array:
+def _apply_gated(
+    lora: Lora, params: Params, gate: jax.Array, up: jax.Array, key: Any = None
+) -> jax.Array:
     """Apply down_proj to silu(gate) * up."""
-    return _linear(params, lora_scale, "mlp.down_proj", jax.nn.silu(gate) * up)
+    return _linear(params, lora, "mlp.down_proj", jax.nn.silu(gate) * up, key)
 
 
-def _apply_gated_forward(lora_scale, params, gate, up):
-    return _apply_gated(lora_scale, params, gate, up), (params, gate, up)
+def _apply_gated_forward(lora, params, gate, up, key):
+    return _apply_gated(lora, params, gate, up, key), (params, gate, up, key)
 
 
-def _apply_gated_backward(lora_scale, residuals, dy):
-    params, gate, up = residuals
+def _apply_gated_backward(lora, residuals, dy):
+    params, gate, up, key = residuals
 
     def apply(params, h):
-        return _linear(params, lora_scale, "mlp.down_proj", h)
+        return _linear(params, lora, "mlp.down_proj", h, key)
 
     _, pull_back = jax.vjp(functools.partial(apply, params), jnp.zeros_like(gate))
     (dh,) = pull_back(dy)
@@ -653,19 +671,20 @@ def _apply_gated_backward(lora_scale, residuals, dy):
     dgate = wide_dh * wide_up * (sigmoid + silu * (1 - sigmoid))
     dup = (wide_dh * silu).astype(up.dtype)
     _, pull_back = jax.vjp(lambda params: apply(params, h), params)
-    return *pull_back(dy), dgate.astype(gate.dtype), dup
+    return *pull_back(dy), dgate.astype(gate.dtype), dup, None
 
 
 _apply_gated.defvjp(_apply_gated_forward, _apply_gated_backward)
 
 
 def _map_chunks(fun: Callable, x: jax.Array, size: int) -> jax.Array:
-    """Apply a function of tokens to `size` positions of x [N, T, D] at a time."""
+    """Apply a function of tokens and a chunk's number to `size` positions of x [N, T, D] each."""
     count = x.shape[1] // size
     whole, rest = x[:, : count * size], x[:, count * size :]
     chunks = jnp.swapaxes(whole.reshape(x.shape[0], count, size, x.shape[2]), 0, 1)
-    y = jnp.swapaxes(lax.map(fun, chunks), 0, 1).reshape(whole.shape)
-    return jnp.concatenate([y, fun(rest)], 1) if rest.shape[1] else y
+    y = lax.map(lambda chunk: fun(*chunk), (chunks, jnp.arange(count)))
+    y = jnp.swapaxes(y, 0, 1).reshape(whole.shape)
+    return jnp.concatenate([y, fun(rest, count)], 1) if rest.shape[1] else y
 
 
 def _apply_head(
@@ -691,7 +710,7 @@ def _head_name(config: DecoderConfig) -> str:
     return "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
 
 
-def _linear(params: Params, lora_scale: float, name: str, x: jax.Array) -> jax.Array:
+def _linear(params: Params, lora: Lora, name: str, x: jax.Array, key: Any = None) -> jax.Array:
     def multiply(x: jax.Array, matrix: str) -> jax.Array:
         weight = params[f"{name}.{matrix}"].astype(x.dtype)  # [out, in]
         return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
@@ -701,7 +720,12 @@ def _linear(params: Params, lora_scale: float, name: str, x: jax.Array) -> jax.A
     if bias is not None:
         y = y + bias.astype(y.dtype)
     if f"{name}.lora_A.weight" in params:
-        y = y + lora_scale * multiply(multiply(x, "lora_A.weight"), "lora_B.weight")
+        scale = lora.scale
+        if lora.dropout and key is not None:
+            key = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            x = x * jax.random.bernoulli(key, 1 - lora.dropout, x.shape).astype(x.dtype)
+            scale /= 1 - lora.dropout  # here, because x may be narrow
+        y = y + scale * multiply(multiply(x, "lora_A.weight"), "lora_B.weight")
     return y
 
 

@@ -24,6 +24,7 @@ from ..ops.offload.placement import Space, space_of
 from .decoder import (
     Attend,
     DecoderConfig,
+    Lora,
     Params,
     apply_layer,
     check_config,
@@ -270,7 +271,7 @@ def _run_layers(
     }
 
     def layer(params: Params, x: Params, key: Any = None) -> Params:
-        x = apply_layer(config, attend, None, options.lora_scale, params, x)
+        x = apply_layer(config, attend, None, Lora(options.lora_scale), params, x)
         return {**x, "layer": x["layer"] + 1}
 
     if space_of(jax.tree.leaves(layers)[0]) == Space.Host:

@@ -96,6 +96,7 @@ def test_other_prefix(tmp_path):
         (r"use_rslora is 'false', not true or false", {"use_rslora": "false"}),
         (r"r is 4, but the matrices have rank 2", {"r": 4}),
         (r"\(r is not a positive integer\)", {"r": None}),
+        (r"lora_dropout is 1, not a number in", {"lora_dropout": 1}),
         (r"\(lora_alpha is not a number\)", {"lora_alpha": True}),
         (r"\(lora_alpha is not finite\)", {"lora_alpha": float("nan")}),
         (r"\(peft_type is 'IA3'\)", {"peft_type": "IA3"}),

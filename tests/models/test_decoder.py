@@ -108,8 +108,32 @@ def test_chunks_of_the_mlp(size, x64):
     assert ("f64[2,19,24]" in str(program(arrays[1]))) == (size >= 19)
 
 
-def test_gradient_of_the_mlp(x64):
+def dropped(rate, key, shape, name="mlp.down_proj"):
+    """Return what the adapter of a linear layer gets of an array of ones."""
+    ones, eye = jnp.ones(shape), jnp.eye(shape[-1])
+    params = {f"{name}.{end}": eye for end in ("lora_A.weight", "lora_B.weight")}
+    params |= {f"{name}.weight": jnp.zeros_like(eye)}
+    return decoder._linear(params, decoder.Lora(1.0, rate), name, ones, key)
+
+
+def test_dropout_of_adapters(x64):
+    """As torch.nn.Dropout on the input of A, with other numbers in each layer and for each key."""
+    keys, rate, shape = jax.random.split(jax.random.key(0)), 0.25, (2, 40, 50)
+    mask = dropped(rate, keys[0], shape)
+    np.testing.assert_allclose(np.unique(mask), [0, 1 / (1 - rate)])
+    assert abs(float((mask == 0).mean()) - rate) < 0.03
+    others = dropped(rate, keys[1], shape), dropped(rate, keys[0], shape, "mlp.up_proj")
+    for other in others:
+        kept = float((mask != 0)[other != 0].mean())
+        assert abs(kept - (1 - rate)) < 0.03  # independent
+    np.testing.assert_array_equal(dropped(rate, None, shape), np.ones(shape))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_gradient_of_the_mlp(x64, rate):
     """It equals that of the formula, of all parameters of the last layer."""
+    key = jax.random.key(1)
+    mask = dropped(rate, key, (2, 3, 6))
     keys = jax.random.split(jax.random.key(0), 7)
     sizes = (4, 6), (4,), (2, 6), (4, 2), (2, 3, 6), (2, 3, 6), (2, 3, 4)
     arrays = [jax.random.normal(*a, "float64") for a in zip(keys, sizes, strict=True)]
@@ -119,11 +143,11 @@ def test_gradient_of_the_mlp(x64):
     def apply(*arrays):
         *params, gate, up = arrays
         params = {f"mlp.down_proj.{name}": a for name, a in zip(names, params, strict=True)}
-        return decoder._apply_gated(0.5, params, gate, up)
+        return decoder._apply_gated(decoder.Lora(0.5, rate), params, gate, up, key)
 
     def formula(weight, bias, a, b, gate, up):
         h = jax.nn.silu(gate) * up
-        return h @ weight.T + bias + 0.5 * h @ a.T @ b.T
+        return h @ weight.T + bias + 0.5 * (mask * h) @ a.T @ b.T
 
     got, want = (jax.vjp(f, *arrays)[1](dy) for f in (apply, formula))
     assert_trees_close(got, want, 1e-12)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...convert import load_checkpoint
-from ...convert.adapter import load_adapter, read_adapter_options
+from ...convert.adapter import AdapterOptions, load_adapter, read_adapter_options
 from ...convert.checkpoint import IGNORED, check_checkpoint, complete_replacement, differ
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
@@ -151,8 +151,8 @@ def load_adapters(name: str, shapes: Any, scale: float) -> dict[str, Any]:
     return arrays
 
 
-def read_adapter(name: str) -> tuple[int, float, list[str]]:
-    """Return the rank, the scale and the modules of an adapter; raise DataError."""
+def read_adapter(name: str) -> AdapterOptions:
+    """Return the options of an adapter; raise DataError."""
     return _convert_errors(find_adapter(name), read_adapter_options)
 
 

@@ -325,10 +325,17 @@ class FinetuneConfig(TextConfig):
     rslora: bool = option(
         False, help="Multiply the product of adapters by alpha / sqrt(rank).", group=MODEL
     )
+    lora_dropout: float | None = option(
+        None,
+        help="Share of the inputs of adapters that is dropped in each step. (default: 0, or that "
+        "of --adapter)",
+        group=MODEL,
+        check=SHARE,
+    )
     adapter: str | None = option(
         None,
-        help="Start from this adapter, a folder, a run or a name on the Hub, with its rank, scale "
-        "and layers.",
+        help="Start from this adapter, a folder, a run or a name on the Hub, with its rank, scale, "
+        "layers and dropout.",
         group=MODEL,
     )
     param_dtype: ParamDtype = inherit(TextConfig, "param_dtype", default="bfloat16")
@@ -403,7 +410,7 @@ class FinetuneConfig(TextConfig):
             raise TrainError(f"`max_length` (={self.max_length}) must be at least 2")
         if self.adapter is not None and self.lora is None:
             return self._with_adapter().resolve()
-        for name in ("lora_alpha", "lora_targets", "rslora"):
+        for name in ("lora_alpha", "lora_targets", "rslora", "lora_dropout"):
             if (value := getattr(self, name)) and self.lora is None:
                 raise TrainError(f"`{name}` (={value}) needs `lora`")
         if self.rslora and self.lora_alpha is None:
@@ -431,7 +438,12 @@ class FinetuneConfig(TextConfig):
             if value := getattr(self, name):
                 raise TrainError(f"`{name}` (={value}) is that of `adapter`. Leave it out.")
         assert self.adapter is not None
-        rank, scale, modules = read_adapter(self.adapter)
+        options = read_adapter(self.adapter)
+        dropout = options.dropout if self.lora_dropout is None else self.lora_dropout
         return dataclasses.replace(
-            self, lora=rank, lora_alpha=scale * rank, lora_targets=",".join(modules)
+            self,
+            lora=options.rank,
+            lora_alpha=options.scale * options.rank,
+            lora_targets=",".join(options.modules),
+            lora_dropout=dropout,
         )

@@ -88,7 +88,8 @@ def make_learner(
         num_microbatches=config.num_microbatches, mlp_chunk_size=config.mlp_chunk_size,
         clip_norm=config.clip_norm or None, skip_nonfinite=config.on_nan == "skip",
         lora_rank=config.lora if lora else None, lora_scale=config.lora_scale if lora else 1.0,
-        lora_targets=_find_targets(config, model) if lora else None, loss=loss,
+        lora_targets=_find_targets(config, model) if lora else None,
+        lora_dropout=(config.lora_dropout or 0.0) if lora else 0.0, loss=loss,
     )  # fmt: skip
 
 
@@ -144,6 +145,7 @@ class DecoderLearner:
             all parameters.
         lora_scale: The factor of the adapters.
         lora_targets: The linear layers with adapters, as in `self_attn.q_proj`. None for all.
+        lora_dropout: The share of the inputs of adapters that is dropped in training.
         loss: The loss in place of the cross entropy.
         skip_nonfinite: Whether a step with a loss or gradients that are not finite changes only
             the number of the step. Not with `fuse_update`.
@@ -162,6 +164,7 @@ class DecoderLearner:
     lora_rank: int | None = None
     lora_scale: float = 1.0
     lora_targets: tuple[str, ...] | None = None
+    lora_dropout: float = 0.0
     skip_nonfinite: bool = False
     loss: Loss | None = None
 
@@ -249,13 +252,15 @@ class DecoderLearner:
         """Return the training step, ``(state, batch, key) -> (state, loss)``, not compiled.
 
         The batch is that of `decoder_functions`. The loss is the weighted mean over its tokens, and
-        NaN if a gradient is not finite.
-        `key` is unused: decoders have no dropout.
+        NaN if a gradient is not finite. `key` is that of the run, which the dropout of adapters
+        needs.
         """
         _, train_step = self._offload_functions()
 
         def step(state: DecoderState, batch: Any, key: Any = None) -> tuple[DecoderState, Any]:
-            result = train_step(state.model, batch)
+            # The recomputation of a layer, and a run that resumes, drop the same numbers.
+            step_key = jax.random.fold_in(key, state.step) if self.lora_dropout else None
+            result = train_step(state.model, batch, step_key)
             loss = jnp.where(result.finite, result.loss, jnp.nan)
             return DecoderState(state.step + 1, result.state), loss
 
@@ -277,6 +282,7 @@ class DecoderLearner:
         embed, layer, head = decoder_functions(
             self.model, dtype=self.dtype,
             mlp_chunk_size=self.mlp_chunk_size, lora_scale=self.lora_scale,
+            lora_dropout=self.lora_dropout,
         )  # fmt: skip
 
         loss = self.loss

@@ -27,7 +27,10 @@ def describe(task: TextTask) -> list[str]:
     assert isinstance(config, FinetuneConfig)
     trained = "all trained"
     if config.lora is not None:
-        trained = f"frozen; {learner.num_trained} of adapters of rank {config.lora} trained"
+        dropout = f" with dropout {config.lora_dropout:g}" if config.lora_dropout else ""
+        trained = (
+            f"frozen; {learner.num_trained} of adapters of rank {config.lora}{dropout} trained"
+        )
     return [
         *_describe_rows(config, task.data),
         f"{learner.model.model_type}: {model} in {config.param_dtype}, {trained}",

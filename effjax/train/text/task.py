@@ -298,7 +298,8 @@ class TextTask(Task[TextResult]):
             name, revision = base.repository or (str(base.folder), None)
             save_adapter(
                 folder, adapters, self.learner.lora_scale,
-                base_model=name, base_revision=revision, copied_files=templates, **options,
+                dropout=self.learner.lora_dropout, base_model=name, base_revision=revision,
+                copied_files=templates, **options,
             )  # fmt: skip
         except ValueError as error:
             raise TrainError(

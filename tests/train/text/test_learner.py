@@ -1,5 +1,6 @@
 """Training steps of a decoder, in all places of its arrays, against optax in float64."""
 
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -61,7 +62,7 @@ def train(learner):
     step, batch = offload_jit(learner.train_step()), global_batch(make_batch(), ROWS, learner.mesh)
     losses = []
     for _ in range(STEPS):
-        state, loss = step(state, batch)
+        state, loss = step(state, batch, jax.random.key(0))
         losses.append(float(loss))
     assert_places(learner, state)
     evaluate = offload_jit(learner.eval_step(), donate=False)
@@ -197,6 +198,48 @@ def test_trains_adapters_only(options):
     assert learner.num_trained == trained < learner.num_params
     moments = [a for a in jax.tree.leaves(state.model.layers_state) if a.ndim > 1]
     assert sum(a.size for a in moments) == 2 * trained
+
+
+DROPOUT_FORMS: list[dict[str, Any]] = [
+    dict(offload="all", fuse_update=True),
+    dict(policy="everything"),
+    dict(devices=2, mesh="fsdp=2"),
+]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", DROPOUT_FORMS)
+def test_dropout_of_adapters(options):
+    """All forms of a step drop the same numbers, which depend on the number of the step."""
+    adapters: dict[str, Any] = dict(lora_rank=2, lora_scale=3.0, lora_dropout=0.5)
+    results = []
+    for learner in (make_learner(**adapters, **options), make_learner(**adapters)):
+        rng = np.random.default_rng(0)
+        shapes = learner.adapter_shapes()
+        new = {name: rng.normal(0, 0.3, a.shape).astype("f4") for name, a in shapes.items()}
+        state = learner.initial_state(
+            *learner.random_params(0),
+            adapters={name: jax.device_put(a, shapes[name].sharding) for name, a in new.items()},
+        )
+        step = offload_jit(learner.train_step())
+        batch = global_batch(make_batch(), ROWS, learner.mesh)
+        host, losses, layers = jax.device_get(state), [], {}
+        for number in (0, 0, 1):
+            # Copy keys, which `device_get` leaves on the device: steps donate them.
+            again = jax.tree.map(
+                lambda a, like: jax.device_put(copy.copy(a), like.sharding),
+                host._replace(step=np.int32(number)),
+                state,
+            )
+            after, loss = step(again, batch, jax.random.key(0))
+            losses.append(float(loss))
+            layers = {name: np.asarray(after.model.layers[name]) for name in new}
+        assert losses[0] == losses[1] and abs(losses[2] - losses[0]) > 1e-3
+        results.append((losses, layers))
+    (losses, layers), (want, want_layers) = results
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    for name, a in layers.items():
+        np.testing.assert_allclose(a, want_layers[name], atol=2e-4)
 
 
 def test_adapters_add_their_product():
