@@ -156,7 +156,7 @@ def train(
     for line in (*description, f"run directory: {run.path}"):
         print_line(console, line)
     shown = ConsoleProgress(console, task) if is_first() else None
-    progress = shown and track(shown, task.config.report_to, run.path)
+    progress = shown and track(shown, task.config, run.path)
     resume = f"Resume with {resume_command(task.config.COMMAND, request.path)}"
     quiet_background_errors()
     end, done = task.eval_steps[-1], 0

@@ -23,8 +23,11 @@ MAX_SIZE, MAX_COUNT = 2**20, 2**31 - 1
 
 # Options that may change on `--resume`. They do not affect the result of a step with finite loss
 # and gradients, apart from rounding. Files may move: they are compared by their content.
-PATHS = "data", "validation_data", "checkpoint", "chat_template", "adapter"
-RESUMABLE_OPTIONS = *PATHS, "checkpoint_every", "keep", "on_nan", "mesh", "patience", "report_to"
+PATHS = "data", "validation_data", "checkpoint", "chat_template", "adapter", "sample_prompts"
+RESUMABLE_OPTIONS = (
+    *PATHS, "checkpoint_every", "keep", "on_nan", "mesh", "patience", "report_to",
+    "sample_tokens", "sample_temperature",
+)  # fmt: skip
 
 
 class Check(NamedTuple):
@@ -154,8 +157,10 @@ class RunConfig:
     on_nan: Literal["stop", "skip"] = option(
         "stop", help="At a loss or gradients that are not finite, stop, or skip the step."
     )
-    report_to: Literal["tensorboard"] | None = option(
-        None, help="Also write the metrics for TensorBoard, into RUN/tensorboard."
+    report_to: Literal["tensorboard", "wandb", "trackio"] | None = option(
+        None,
+        help="Also give the metrics to TensorBoard (into RUN/tensorboard), Weights & Biases or "
+        "Trackio.",
     )
     mesh: str | None = option(
         None,

@@ -106,6 +106,7 @@ def _fit(
         key, every = jax.random.key(task.config.seed), task.config.checkpoint_every
         eval_steps, end = set(task.eval_steps), task.eval_steps[-1]
         train_step, evaluate, batches = task.make_step(), task.make_eval(), task.batches(done)
+        sample = task.make_sample()
         interval = _Interval(task, progress, done, partial)
         progress.start(end, done)
 
@@ -123,6 +124,7 @@ def _fit(
                 record = task.record(step, train, validation, interval.rate)
                 if interval.skipped:
                     record["skipped"] = interval.skipped
+                record |= sample(state)
                 record["seconds"] = time.perf_counter() - interval.began
                 records.append(record)
                 run.append(record)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import printable
-from .task import Metrics, Progress, Record, Task
+from .task import SAMPLES, Metrics, Progress, Record, Task
 
 # The format of each metric in a line and, with fewer digits, in the bar.
 FORMATS = {
@@ -101,6 +101,10 @@ class ConsoleProgress(Progress):
                     words.append(f"{prefix}{name.replace('_per_', '/')} {value:{form}}")
         words.append(f"{record[f'{self.task.items}_per_second']:.0f} {self.task.items}/s")
         self.log("  ".join(words))
+        for sample in record.get(SAMPLES, ()):
+            self.log(f"  > {sample['prompt']}")
+            for line in sample["text"].splitlines():
+                self.log(f"    {line}")
 
     def log(self, text: str) -> None:
         """Print a message."""

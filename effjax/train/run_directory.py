@@ -36,7 +36,7 @@ class RunDirectory:
     """
 
     CONFIG, METRICS, CURVE, CHECKPOINTS = "config.json", "metrics.jsonl", "curve.png", "checkpoints"
-    TRACKED = "tensorboard"  # files of a tracker
+    TRACKED = "tensorboard", "wandb", "trackio"  # files of trackers
 
     def __init__(self, path: Path):
         self.path, self.writes = path, True
@@ -70,7 +70,7 @@ class RunDirectory:
             _check_writable(path)
             with run.locked():
                 # config.json comes last: until then this is still the earlier run.
-                for folder in (run.checkpoints, path / cls.TRACKED):
+                for folder in (run.checkpoints, *(path / name for name in cls.TRACKED)):
                     if folder.exists():
                         shutil.rmtree(folder)
                 for name in (cls.METRICS, cls.CURVE):

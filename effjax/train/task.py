@@ -15,6 +15,7 @@ from .run_directory import RunDirectory
 Metrics = Mapping[str, float]
 Part = Literal["validation", "test"]  # of the data
 Record = dict[str, Any]  # a line of metrics.jsonl
+SAMPLES = "samples"  # of a record: texts as `{"prompt": ..., "text": ...}`
 Stop = Callable[[int], bool]  # called with a step
 TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, key)
 Result = TypeVar("Result", covariant=True)
@@ -126,6 +127,10 @@ class Task(abc.ABC, Generic[Result]):
     @abc.abstractmethod
     def make_eval(self) -> Callable[[Any, Part], Metrics]:
         """Compile an evaluation, `(state, part) -> metrics`; an empty part has no metrics."""
+
+    def make_sample(self) -> Callable[[Any], Record]:
+        """Compile what a record has besides numbers, `state -> entries`; by default nothing."""
+        return lambda state: {}
 
     @abc.abstractmethod
     def batches(self, done: int) -> Iterator[Any]:

@@ -1,21 +1,28 @@
 """Programs that record the numbers of a run, besides metrics.jsonl."""
 
+import dataclasses
+import importlib
 import importlib.util
 import os
+import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from .._extras import install_command
-from .errors import TrainError
-from .task import Metrics, Progress, Record
+from .config import RunConfig
+from .errors import TrainError, quoted
+from .task import SAMPLES, Metrics, Progress, Record
+
+PROJECT = "effjax"  # unless WANDB_PROJECT or TRACKIO_PROJECT is set
 
 
 class Tracker(Protocol):
     """Interface of a program that records a run."""
 
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Record numbers of a step, by name."""
+    def add(self, values: Mapping[str, float | str], step: int) -> None:
+        """Record numbers and texts of a step, by name."""
 
     def close(self) -> None:
         """Write what is not yet written."""
@@ -29,18 +36,64 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path):
-        from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer import (  # pyright: ignore[reportMissingImports]
+            event_file_writer,
+        )
 
-        self._writer = Writer(os.fspath(folder))
+        self._writer = event_file_writer.EventFileWriter(os.fspath(folder))
 
-    def add(self, values: Mapping[str, float], step: int) -> None:
-        """Record numbers of a step, by name."""
+    def add(self, values: Mapping[str, float | str], step: int) -> None:
+        """Record numbers and texts of a step, by name."""
+        from tensorboard.compat.proto import event_pb2  # pyright: ignore[reportMissingImports]
+        from tensorboard.plugins.scalar.summary_v2 import (  # pyright: ignore[reportMissingImports]
+            scalar_pb,
+        )
+        from tensorboard.plugins.text.summary_v2 import (  # pyright: ignore[reportMissingImports]
+            text_pb,
+        )
+
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            summary = (text_pb if isinstance(value, str) else scalar_pb)(name, value)
+            event = event_pb2.Event(step=step, wall_time=time.time(), summary=summary)
+            self._writer.add_event(event)
 
     def close(self) -> None:
         """Write what is not yet written."""
         self._writer.close()
+
+
+class OnlineRun:
+    """A run of Weights & Biases or of Trackio. A run that resumes continues it.
+
+    Args:
+        name: The package, "wandb" or "trackio". Their variables apply, such as WANDB_MODE=offline.
+        folder: A folder for the identifier of the run; wandb also writes its files there.
+        options: The options of the run.
+    """
+
+    def __init__(self, name: str, folder: Path, options: Mapping[str, Any]):
+        package = importlib.import_module(name)
+        folder.mkdir(exist_ok=True)
+        file = folder / "id"
+        if not file.exists():
+            file.write_text(uuid.uuid4().hex[:8])
+        number, run = file.read_text(), folder.parent
+        if name == "wandb":
+            places: dict[str, Any] = {"id": number, "dir": os.fspath(run)}  # it appends its name
+        else:
+            places = {"embed": False, "space_id": os.environ.get("TRACKIO_SPACE_ID")}
+        self._run = package.init(
+            project=os.environ.get(f"{name.upper()}_PROJECT", PROJECT),
+            name=f"{run.resolve().name}-{number}", config=dict(options), resume="allow", **places,
+        )  # fmt: skip
+
+    def add(self, values: Mapping[str, float | str], step: int) -> None:
+        """Record numbers and texts of a step, by name."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Write what is not yet written."""
+        self._run.finish()
 
 
 def check_tracker(name: str | None) -> None:
@@ -52,9 +105,13 @@ def check_tracker(name: str | None) -> None:
 
 
 class TrackedProgress(Progress):
-    """Progress callbacks that also give the numbers of a run to a tracker."""
+    """Progress callbacks that also give the numbers of a run to a tracker.
 
-    def __init__(self, shown: Progress, tracker: Tracker):
+    An error of the tracker, such as one of the network, is shown once, and the run continues
+    without it.
+    """
+
+    def __init__(self, shown: Progress, tracker: Tracker | None):
         self.shown, self.tracker = shown, tracker
 
     def start(self, steps: int, done: int) -> None:
@@ -64,17 +121,19 @@ class TrackedProgress(Progress):
     def step(self, step: int, metrics: Metrics, rate: float) -> None:
         """Record the metrics of a step."""
         self.shown.step(step, metrics, rate)
-        self.tracker.add({f"step/{name}": value for name, value in metrics.items()}, step)
+        self._add({f"step/{name}": value for name, value in metrics.items()}, step)
 
     def report(self, record: Record) -> None:
-        """Record the numbers of an evaluation."""
+        """Record the numbers and texts of an evaluation."""
         self.shown.report(record)
-        numbers = {
+        values = {
             name.replace("_", "/", 1) if name.startswith(("train_", "validation_")) else name: value
             for name, value in record.items()
             if isinstance(value, float)
         }
-        self.tracker.add(numbers, record["step"])
+        for i, sample in enumerate(record.get(SAMPLES, ()), 1):
+            values[f"{SAMPLES}/{i}"] = f"> {sample['prompt']}\n\n{sample['text']}"
+        self._add(values, record["step"])
 
     def log(self, text: str) -> None:
         """Pass on a message."""
@@ -83,15 +142,41 @@ class TrackedProgress(Progress):
     def stop(self) -> None:
         """Close the tracker."""
         self.shown.stop()
-        self.tracker.close()
+        tracker, self.tracker = self.tracker, None
+        if tracker is not None:
+            try:
+                tracker.close()
+            except Exception as error:
+                self.log(_describe(error))
+
+    def _add(self, values: Mapping[str, float | str], step: int) -> None:
+        if self.tracker is not None:
+            try:
+                self.tracker.add(values, step)
+            except Exception as error:
+                self.tracker = None
+                self.log(_describe(error))
 
 
-def track(shown: Progress, name: str | None, run: Path) -> Progress:
-    """Return progress callbacks that also write into the directory of the run.
+def track(shown: Progress, config: RunConfig, run: Path) -> Progress:
+    """Return progress callbacks that also report to the tracker of a configuration.
 
     Args:
         shown: The callbacks that show the progress.
-        name: The `report_to` of the configuration.
+        config: The configuration.
         run: The directory of the run.
     """
-    return shown if name is None else TrackedProgress(shown, TensorBoard(run / name))
+    name = config.report_to
+    if name is None:
+        return shown
+    try:
+        if name == "tensorboard":
+            return TrackedProgress(shown, TensorBoard(run / name))
+        return TrackedProgress(shown, OnlineRun(name, run / name, dataclasses.asdict(config)))
+    except Exception as error:  # such as one of the network
+        shown.log(_describe(error))
+        return shown
+
+
+def _describe(error: Exception) -> str:
+    return f"warning: --report-to: {quoted(error)}. The run continues without it."

@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import sys
+import types
 
 import pytest
 
@@ -12,8 +14,9 @@ from rich.console import Console
 from effjax.train.errors import TrainError
 from effjax.train.report import ConsoleProgress
 from effjax.train.task import Progress
-from effjax.train.trackers import TensorBoard, TrackedProgress, check_tracker
-from tests.train.small import image_task, lm_task
+from effjax.train.text.config import LMConfig
+from effjax.train.trackers import TensorBoard, TrackedProgress, check_tracker, track
+from tests.train.small import RecordedProgress, image_task, lm_task
 
 TASKS = {"images": image_task, "lm": lm_task}
 TRAIN = {"images": {"loss": 1.5, "accuracy": 0.25}, "lm": {"loss": 1.5}}
@@ -73,16 +76,65 @@ def test_tensorboard(tmp_path):
     progress = TrackedProgress(Progress(), TensorBoard(tmp_path / "tensorboard"))
     progress.step(1, {"loss": 2.0}, 5.0)
     progress.step(2, {"loss": 1.5}, 5.0)
-    progress.report({"kind": "step", "step": 2, "train_loss": 1.75, "learning_rate": 0.5})
+    samples = [{"prompt": "2 + 3?", "text": "5"}]
+    numbers = {"train_loss": 1.75, "learning_rate": 0.5}
+    progress.report({"kind": "step", "step": 2, **numbers, "samples": samples})
     progress.stop()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (text,) = events.Tensors("samples/1")
+    assert text.tensor_proto.string_val[0].decode() == "> 2 + 3?\n\n5"
     read = {
         name: [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors(name)]
         for name in events.Tags()["tensors"]
+        if name != "samples/1"
     }
     assert read == {
         "step/loss": [(1, 2), (2, 1.5)], "train/loss": [(2, 1.75)], "learning_rate": [(2, 0.5)]
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_online_runs(monkeypatch, tmp_path, name):
+    """A resumed run has the same identity. An error is shown once, and ends no run."""
+    calls = []
+
+    class Package(types.ModuleType):
+        is_broken = False
+
+        def init(self, **options):
+            calls.append(options)
+            return self
+
+        def log(self, values, step):
+            if self.is_broken:
+                raise ConnectionError("no network")
+            calls.append((step, values))
+
+        def finish(self):
+            calls.append("finished")
+
+    package = Package(name)
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setenv(f"{name.upper()}_PROJECT", "sums")
+    config, shown = LMConfig(report_to=name), RecordedProgress()
+    for _ in range(2):
+        progress = track(shown, config, tmp_path)
+        progress.step(1, {"loss": 2.0}, 5.0)
+        progress.report({"kind": "step", "step": 1, "validation_loss": 1.5})
+        progress.stop()
+    assert calls[:4] == calls[4:] and not shown.texts
+    assert calls[1:4] == [(1, {"step/loss": 2.0}), (1, {"validation/loss": 1.5}), "finished"]
+    assert calls[0]["project"] == "sums" and calls[0]["resume"] == "allow"
+    assert calls[0]["name"].startswith(tmp_path.name) and calls[0]["config"]["layers"] == 4
+
+    package.is_broken = True
+    progress = track(shown, config, tmp_path)
+    for step in (1, 2):
+        progress.step(step, {"loss": 2.0}, 5.0)
+    progress.stop()
+    package.init = lambda **_: package.log({}, 1)
+    track(shown, config, tmp_path).step(1, {"loss": 2.0}, 5.0)
+    assert len(shown.texts) == 2 and all("no network" in text for text in shown.texts)
 
 
 def test_a_missing_tracker(monkeypatch):

@@ -87,7 +87,7 @@ def finetune(
     path = Path(default_path(config.COMMAND) if out is None else out)
     run = open_run(task, path, resume, overwrite)
     progress = _Callbacks(callbacks)
-    tracked = track(progress, task.config.report_to, run.path) if run.writes else progress
+    tracked = track(progress, task.config, run.path) if run.writes else progress
     result = fit(task, run, tracked, resume, lambda step: progress.stopped)
     return FinetunedModel(run.path, result)
 
