@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # Options that a plan does not need.
 READ_BY_RUNS = (
     "data", "data_weights", "columns", "chat_template", "validation_data", "init_from",
+    "sample_prompts", "sample_tokens", "sample_temperature",
 )  # fmt: skip
 # Maps a batch size to the steps `(fun, *args)` by name.
 Steps = Callable[[int], Mapping[str, tuple[Any, ...]]]

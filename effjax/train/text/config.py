@@ -24,6 +24,7 @@ from ..errors import TrainError
 # Default learning rates of fine-tuning: of all parameters, and of adapters.
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 MAX_WEIGHT = 1000  # of a data set
+SAMPLE_TOKENS = 64
 Offload = Literal["none", "activations", "params", "all"]
 Policy = Literal["recompute", "dots", "everything"]
 ParamDtype = Literal["bfloat16", "bfloat16-24", "float32"]
@@ -340,6 +341,22 @@ class FinetuneConfig(TextConfig):
     )
     param_dtype: ParamDtype = inherit(TextConfig, "param_dtype", default="bfloat16")
     epochs: int = option(3, help="Passes over the rows.", group=OPTIMIZATION, check=COUNT)
+    sample_prompts: str | None = option(
+        None,
+        help="A file with a prompt in each line. At each validation, the texts that the model "
+        "generates for them are printed, and written into metrics.jsonl.",
+    )
+    sample_tokens: int | None = option(
+        None,
+        help=f"Largest number of tokens of a text of --sample-prompts. (default: {SAMPLE_TOKENS})",
+        check=COUNT,
+    )
+    sample_temperature: float | None = option(
+        None,
+        help="Divisor of the logits for --sample-prompts. (default: 0, which takes the most "
+        "probable token)",
+        check=NONNEGATIVE,
+    )
     steps: int | None = inherit(
         TextConfig, "steps", help="Steps to train. (default: those of --epochs)"
     )
@@ -413,6 +430,9 @@ class FinetuneConfig(TextConfig):
         for name in ("lora_alpha", "lora_targets", "rslora", "lora_dropout"):
             if (value := getattr(self, name)) and self.lora is None:
                 raise TrainError(f"`{name}` (={value}) needs `lora`")
+        for name in ("sample_tokens", "sample_temperature"):
+            if (value := getattr(self, name)) is not None and self.sample_prompts is None:
+                raise TrainError(f"`{name}` (={value}) needs `sample_prompts`")
         if self.rslora and self.lora_alpha is None:
             raise TrainError("`rslora` needs `lora_alpha`")
         if self.lora is not None and self.optimizer == "muon":

@@ -17,7 +17,7 @@ from ...convert import save_adapter, save_checkpoint
 from ..errors import DataError, TrainError
 from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mesh
 from ..run_directory import RunDirectory
-from ..task import Metrics, Part, Record, Task, TrainStep
+from ..task import SAMPLES, Metrics, Part, Record, Task, TrainStep
 from .base import ADAPTER, MODEL, Base, find_base, load_adapters
 from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from .config import FinetuneConfig, LMConfig, TextConfig
@@ -33,6 +33,7 @@ from .learner import (
 )
 from .packing import PackedRows, pack
 from .rows import FinetuneData, load_rows
+from .samples import Samples, read_prompts
 from .windows import Batch, Text, TextWindows, check_length, hold_out, load_text
 
 LoadProgress = Callable[[int, int], object]  # called with the bytes read and their total
@@ -102,15 +103,16 @@ def prepare(
         text = hold_out(load_text(config.data) if text is None else text, config.validation)
         check_length(text, config.context)
         data, base, model = TextWindows(text, config.context), None, byte_decoder(config)
+        samples = None
     else:
         assert isinstance(config, FinetuneConfig) and text is None
-        config, data, base, _ = read_rows(config)
-        model = base.model
+        config, data, base, tokenizer = read_rows(config)
+        model, samples = base.model, read_prompts(config, base, tokenizer)
     learner = make_learner(config, model, mesh, loss)
     if base is not None and not resume:  # otherwise the weights are those of the run
         base.check(*learner.model_shapes())
     schedule = learning_rate_schedule(config)
-    return TextTask(config, mesh, schedule, data, base, learner, load_progress)
+    return TextTask(config, mesh, schedule, data, base, learner, load_progress, samples)
 
 
 def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base, Tokenizer]:
@@ -173,6 +175,7 @@ class TextTask(Task[TextResult]):
         base: The checkpoint that the run starts with; None for random parameters.
         learner: The decoder and its optimizer.
         load_progress: Called while the weights of the checkpoint are read.
+        samples: Prompts to complete at each evaluation, or None.
     """
 
     items = "tokens"
@@ -182,6 +185,7 @@ class TextTask(Task[TextResult]):
     base: Base | None
     learner: DecoderLearner
     load_progress: LoadProgress | None = None
+    samples: Samples | None = None
 
     @property
     def steps_per_unit(self) -> int:
@@ -251,6 +255,12 @@ class TextTask(Task[TextResult]):
             return {"loss": loss, **bits}
 
         return evaluate
+
+    def make_sample(self) -> Callable[[DecoderState], Record]:
+        if self.samples is None:
+            return super().make_sample()
+        sample = self.samples.make(self.learner, self.config.seed)
+        return lambda state: {SAMPLES: [one._asdict() for one in sample(state)]}
 
     def batches(self, done: int) -> Iterator[Batch]:
         size, seed = self.config.batch_size, self.config.seed

@@ -15,6 +15,8 @@ FILES = dict(checkpoint="base", data="rows.jsonl")
         ({"max_length": 1}, "`max_length` (=1) must be at least 2"),
         ({"lora_alpha": 8.0}, "`lora_alpha` (=8.0) needs `lora`"),
         ({"lora_targets": "q_proj"}, "`lora_targets` (=q_proj) needs `lora`"),
+        ({"sample_tokens": 9}, "`sample_tokens` (=9) needs `sample_prompts`"),
+        ({"lora_dropout": 0.1}, "`lora_dropout` (=0.1) needs `lora`"),
         ({"lora": 4, "rslora": True}, "`rslora` needs `lora_alpha`"),
         ({"lora": 4, "lora_alpha": 0.0}, "`lora_alpha` (=0.0) must be above 0"),
         ({"fuse_update": True, "on_nan": "skip"}, "cannot be combined with `fuse_update`"),

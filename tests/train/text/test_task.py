@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from effjax.convert import load_adapter, load_checkpoint, save_adapter
-from effjax.models import DecoderConfig, decoder_shapes
+from effjax.models import DecoderConfig, decoder_shapes, generate
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import DataError, PreemptionError, TrainError
 from effjax.train.loop import fit
-from effjax.train.text.generate import find_model, merge
+from effjax.train.text.generate import decode, find_model, merge
+from tests.tiers import vary
 from tests.train.small import (
     CachedTask,
     assert_same_parameters,
@@ -169,7 +170,7 @@ def test_sharded_parameters(base, one_step):
 
 @pytest.mark.exhaustive
 def test_adapters(base, tmp_path):
-    task = finetune_task(base, lora=2, lora_alpha=3, steps=2)
+    task = finetune_task(base, lora=2, lora_alpha=3, lora_dropout=0.25, steps=2)
     before = jax.device_get(task.initial_state().model)
     run = new_run(tmp_path / "run", task)
     result = fit(task, run)
@@ -187,6 +188,33 @@ def test_adapters(base, tmp_path):
     assert_equal(exported, adapters)
     config = json.loads((run.path / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base.resolve())
+    assert config["lora_dropout"] == 0.25
+
+
+@vary("form", [{}, {"lora": 2, "offload": "params"}])
+def test_samples(base, tmp_path, form):
+    """The record of a validation has the texts that the model generates at this step."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("2 + 3?\n\nIs it a longer prompt?\n")
+    options = form | {"sample_prompts": str(prompts), "sample_tokens": 7, "learning_rate": 0.1}
+    task = finetune_task(base, **options, steps=2, report_every=1, validation=0)
+    run = new_run(tmp_path / "run", task)
+    fit(task, run)
+    first, last = (r["samples"] for r in run.read_metrics() if r["kind"] == "step")
+    assert [sample["prompt"] for sample in last] == ["2 + 3?", "Is it a longer prompt?"]
+    assert first != last
+    model = find_model(run.path, None, datetime.date(2026, 1, 31))
+    layers, others, scale = model.load(offload=False)
+    prompt, ends = model.encode("2 + 3?", None, chat=True)
+    tokens, lengths = generate(
+        model.config, layers, others, np.array([prompt]), max_new_tokens=7,
+        stop_tokens=sorted(ends), lora_scale=scale,
+    )  # fmt: skip
+    text = "".join(decode(model.tokenizer, np.asarray(tokens)[0, : lengths[0]].tolist()))
+    assert last[0]["text"] == text
+    prompts.write_text("\n")
+    with pytest.raises(DataError, match="must have 1 to 100 prompts"):
+        finetune_task(base, **options)
 
 
 def test_length_of_a_run(base):
@@ -329,10 +357,13 @@ def test_the_circle_of_adapters(trained, tmp_path):
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0].content }}")
     folder, files = tmp_path / "adapter", {"chat_template.jinja": template}
-    save_adapter(folder, adapters, 3.0, base_model=str(base), copied_files=files)
+    save_adapter(folder, adapters, 3.0, dropout=0.1, base_model=str(base), copied_files=files)
 
     task = finetune_task(base, adapter=str(folder))
     assert (task.config.lora, task.learner.lora_scale) == (2, 3.0)
+    assert task.learner.lora_dropout == 0.1
+    task = finetune_task(base, adapter=str(folder), lora_dropout=0.2)
+    assert task.learner.lora_dropout == 0.2
     layers = task.initial_state().model.layers
     for name, expected in adapters.items():
         np.testing.assert_array_equal(layers[name], expected)
