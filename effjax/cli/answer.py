@@ -237,8 +237,9 @@ def write_command(
             if isinstance(value, bool):
                 words.append(flag if value else f"--no-{flag[2:]}")
             else:
-                text = shlex.quote(str(given[name]))
-                words.append(text if field.metadata["positional"] else f"{flag} {text}")
+                values = given[name] if isinstance(given[name], list) else [given[name]]
+                texts = [shlex.quote(str(one)) for one in values]
+                words += texts if field.metadata["positional"] else [f"{flag} {t}" for t in texts]
     if limits and base.COMMAND == "finetune" and "data" not in given:
         words.append("--data FILE.jsonl")
     rate = {} if "learning_rate" in given else {"learning_rate": base.learning_rate}

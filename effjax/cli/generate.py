@@ -45,6 +45,10 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    chat_template: Annotated[
+        str | None,
+        Option(help="A file with a chat template. (default: the checkpoint's)", show_default=False),
+    ] = None,
     system: Annotated[str | None, Option(help="System message before the prompt.")] = None,
     max_tokens: Annotated[
         int, Option(help="Largest number of tokens to generate.", min=1, max=MAX_COUNT)
@@ -89,8 +93,10 @@ def generate(
     from ..train.report import LoadBar, print_line
     from ..train.text.generate import count_new_tokens, decode, find_model, generate_tokens
 
+    if chat_template is not None and chat is False:
+        raise TrainError(f"--chat-template {chat_template} cannot be combined with --no-chat.")
     set_pinned_limit()
-    model = find_model(checkpoint, dtype, datetime.date.today(), base)
+    model = find_model(checkpoint, dtype, datetime.date.today(), base, chat_template)
     has_template = model.tokenizer.template is not None
     chat = has_template if chat is None else chat
     if chat and not has_template:

@@ -11,7 +11,7 @@ from effjax import convert
 from effjax.models import DecoderConfig, decoder_shapes, generate
 from effjax.train.text.chat import load_tokenizer
 from effjax.train.text.generate import count_new_tokens, decode, find_model
-from effjax.train.text.tiny import write_checkpoint
+from effjax.train.text.tiny import CHATML, write_checkpoint
 from tests.cli.command import one_line
 
 TODAY = datetime.date(2026, 1, 31)
@@ -74,6 +74,10 @@ def test_chat(run, base):
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokens[last]]}))
     code, out, _ = run("generate", base, "--prompt", PROMPT, "--system", "Be brief.", *GREEDY)
     assert code == 0 and out == f"{text_of(base, tokens[: last + 1])}\n"
+    template = base / "other.jinja"
+    template.write_text("{{- '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}\n" + CHATML)
+    options = "--chat-template", template, *GREEDY
+    assert run("generate", base, "--prompt", PROMPT, *options) == (0, out, "")
 
 
 def test_tokens_that_end_a_completion(base):
@@ -145,6 +149,7 @@ def test_dtype(base):
         (["base", "--prompt", "if " * 99], "The prompt is too long: it has"),
         (["base", "--top-p", "2"], "`top_p` (=2.0) must be in (0, 1]"),
         (["base", "--temperature", "-1"], "`temperature` (=-1.0)"),
+        (["base", "--no-chat", "--chat-template", "x"], "--chat-template x cannot be combined"),
         (["base", "--no-chat", "--system", "x"], "--system needs a chat template"),
         (["base", "--no-chat", "--prompt", ""], "An empty prompt needs"),
         (["plain", "--chat"], "--chat needs a chat template, which"),

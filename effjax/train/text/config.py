@@ -281,8 +281,10 @@ class FinetuneConfig(TextConfig):
         group=DATA,
         check=SHARE_OR_COUNT,
     )
-    validation_data: str | None = option(
-        None, help="Another data set, whose rows are the validation rows.", group=DATA
+    validation_data: list[str] | None = option(
+        None,
+        help="Another data set, whose rows are the validation rows. Can be repeated.",
+        group=DATA,
     )
     max_length: int = option(
         2048,
@@ -377,14 +379,15 @@ class FinetuneConfig(TextConfig):
     dtype: Literal["float32", "bfloat16"] = inherit(TextConfig, "dtype", default="bfloat16")
 
     def __post_init__(self) -> None:
-        if isinstance(self.data, str):  # in Python, and in runs of earlier versions
-            object.__setattr__(self, "data", [self.data])
+        for name in ("data", "validation_data"):
+            if isinstance(value := getattr(self, name), str):  # in Python, and in earlier runs
+                object.__setattr__(self, name, [value])
         super().__post_init__()
 
     @property
     def has_validation(self) -> bool:
         """True if there is a validation part."""
-        return self.validation > 0 or self.validation_data is not None
+        return self.validation > 0 or bool(self.validation_data)
 
     @property
     def weights_of_data(self) -> list[float] | None:

@@ -156,7 +156,11 @@ class TextModel:
 
 
 def find_model(
-    name: str | Path, dtype: str | None, today: datetime.date, base_name: str | None = None
+    name: str | Path,
+    dtype: str | None,
+    today: datetime.date,
+    base_name: str | None = None,
+    chat_template: str | None = None,
 ) -> TextModel:
     """Find a checkpoint, the model or adapter of a run of `effjax finetune`, or an adapter.
 
@@ -165,6 +169,7 @@ def find_model(
         dtype: The dtype of the parameters. None for that of the checkpoint.
         today: The date that chat templates may write.
         base_name: The model that an adapter belongs to, in place of the one that it names.
+        chat_template: A file with another chat template.
 
     Raises:
         DataError: None of them is in the folder, or its files are invalid.
@@ -192,8 +197,9 @@ def find_model(
     if base_name is not None and adapter is None:
         raise TrainError(f"--base {base_name} needs an adapter, and {name} is none.")
     base = find_base(checkpoint, dtype)
-    template = None if adapter is None else adapter / CHAT_TEMPLATE
-    template = template if template is not None and template.is_file() else None
+    template = None if chat_template is None else Path(chat_template)
+    if template is None and adapter is not None and (adapter / CHAT_TEMPLATE).is_file():
+        template = adapter / CHAT_TEMPLATE
     return TextModel(base, adapter, load_tokenizer(base.folder, today, template))
 
 

@@ -170,7 +170,7 @@ def load_rows(
     tokenizer: Tokenizer,
     max_length: int,
     validation: float = 0.1,
-    validation_path: str | Path | None = None,
+    validation_path: str | Path | Sequence[str] | None = None,
     weights: Sequence[float] | None = None,
     columns: str | None = None,
 ) -> FinetuneData:
@@ -190,8 +190,8 @@ def load_rows(
         max_length: Maximum number of tokens in a sequence.
         validation: Share of the rows to hold out if below 1, else a number of rows. 0 for none.
             Ignored with `validation_path`.
-        validation_path: A second file whose rows are the validation rows. Rows of the first file
-            that are also in this one are left out.
+        validation_path: Data sets whose rows are the validation rows. Rows of `path` that are also
+            in these are left out.
         weights: How often the train rows of each data set are repeated. Of 1.5, half of the rows
             are there twice; of 0.5, half of them are left out.
         columns: Names of columns, as for `parse_columns`.
@@ -202,13 +202,16 @@ def load_rows(
     """
     if max_length < 2:
         raise DataError(f"`max_length` (={max_length}) must be at least 2")
-    names = [str(path)] if isinstance(path, str | Path) else [*path]
+    names, validation_names = (
+        [str(one)] if isinstance(one, str | Path) else [*(one or ())]
+        for one in (path, validation_path)
+    )
     weights = [1.0] * len(names) if weights is None else weights
     reader = RowReader(parse_columns(columns) if columns else {})
     parts = [_tokenize(name, tokenizer, max_length, reader) for name in names]
     shown, hashes = ", ".join(names), np.concatenate([part.hashes for part in parts])
     used, num_repeated = parts, 0
-    if validation_path is None:
+    if not validation_names:
         is_held_out = _hold_out(hashes, validation, shown)
         held_out = join(
             [
@@ -218,8 +221,12 @@ def load_rows(
         )
         excluded = hashes[is_held_out]
     else:
-        second = _tokenize(str(validation_path), tokenizer, max_length, reader)
-        held_out, excluded, used = second.sequences, second.hashes, [*parts, second]
+        others = [_tokenize(name, tokenizer, max_length, reader) for name in validation_names]
+        held_out, excluded = (
+            join([part.sequences for part in others]),
+            np.concatenate([part.hashes for part in others]),
+        )
+        used = [*parts, *others]
         num_repeated = int(np.isin(hashes, excluded).sum())
     train = join(
         [
@@ -234,7 +241,7 @@ def load_rows(
 
     for name, part, wanted in (
         ("train", train, True),
-        ("validation", held_out, validation > 0 or validation_path is not None),
+        ("validation", held_out, validation > 0 or bool(validation_names)),
     ):
         if wanted and not len(part):
             remedy = "a larger `max_length`" if num_skipped else "other validation rows"

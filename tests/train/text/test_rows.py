@@ -284,9 +284,10 @@ def test_validation_must_leave_rows(load):
 
 
 def test_second_file(load, tmp_path, tokenizer):
-    second = tmp_path / "second.jsonl"
-    second.write_text('{"text": "row 3"}\n{"text": "another"}')
-    data = load(numbered(5), validation_path=second)
+    second, third = tmp_path / "second.jsonl", tmp_path / "third.jsonl"
+    second.write_text('{"text": "row 3"}')
+    third.write_text('{"text": "another"}')
+    data = load(numbered(5), validation_path=[str(second), str(third)])
     assert texts(data.validation, tokenizer) == ["<s>row 3</s>", "<s>another</s>"]
     assert texts(data.train, tokenizer) == [f"<s>row {i}</s>" for i in (0, 1, 2, 4)]
     assert (data.num_rows, data.num_repeated) == (7, 1)
