@@ -6,6 +6,7 @@ default, so that ten steps change the loss.
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import io
 import json
@@ -152,8 +153,8 @@ def train_theirs(
     """Return the loss of each step of TRL."""
     import datasets  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
-    import trl  # pyright: ignore[reportMissingImports]
 
+    trl: Any = importlib.import_module("trl")  # this file has the same name
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     trainer = trl.SFTTrainer(

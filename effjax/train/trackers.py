@@ -54,8 +54,8 @@ class TensorBoard:
 
         for name, value in values.items():
             summary = (text_pb if isinstance(value, str) else scalar_pb)(name, value)
-            event = event_pb2.Event(step=step, wall_time=time.time(), summary=summary)
-            self._writer.add_event(event)
+            make_event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
+            self._writer.add_event(make_event(step=step, wall_time=time.time(), summary=summary))
 
     def close(self) -> None:
         """Write what is not yet written."""
@@ -126,7 +126,7 @@ class TrackedProgress(Progress):
     def report(self, record: Record) -> None:
         """Record the numbers and texts of an evaluation."""
         self.shown.report(record)
-        values = {
+        values: dict[str, float | str] = {
             name.replace("_", "/", 1) if name.startswith(("train_", "validation_")) else name: value
             for name, value in record.items()
             if isinstance(value, float)
