@@ -228,17 +228,20 @@ def _read_plan(
 ) -> MemoryPlan:
     module = parse(program.hlo)
     values = live_at_peak(program.buffer_assignment, program.live_ranges, target.platform)
-    device, host = program.device_bytes, program.host_bytes
-    if not target.is_gpu:
-        allocated = allocated_bytes(program.buffer_assignment, target.platform)
-        if program.refusal:
-            host = allocated_bytes(program.buffer_assignment, target.platform, on_host=True)
-            if not program.buffer_assignment:  # refused early
-                allocated["temp"] = _read_refused_bytes(program.refusal)
-            device = allocated
+    assigned, assigned_on_host = (
+        allocated_bytes(program.buffer_assignment, target.platform, on_host)
+        for on_host in (False, True)
+    )
+    if target.is_gpu:
+        device, host = assigned, assigned_on_host
+    elif program.refusal:
+        device, host = assigned, assigned_on_host
+        if not program.buffer_assignment:  # refused early
+            device["temp"] = _read_refused_bytes(program.refusal)
+    else:
         # The totals of a TPU program include memory on the chip. Without it they agree with the
         # bytes that the compiler states when it refuses a program.
-        device = device | {"temp": allocated["temp"]}
+        device, host = program.device_bytes | {"temp": assigned["temp"]}, program.host_bytes
     return MemoryPlan(
         target=target,
         num_devices=program.num_devices,

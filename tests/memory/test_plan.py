@@ -268,9 +268,15 @@ def test_rejects_jit_options_of_a_jitted_function():
 
 
 def test_compiler_error():
-    unknown = lambda x: jax.ffi.ffi_call("no_such_kernel", f32(8))(x)  # noqa: E731
-    with pytest.raises(PlanError, match="NVIDIA H200.*no_such_kernel"):
-        plan(unknown, f32(8))
+    with pytest.raises(PlanError, match="NVIDIA H200.*no_such_flag"):
+        plan(jnp.sin, f32(8), compiler_options={"no_such_flag": True})
+
+
+def test_kernel_that_the_compiler_does_not_know():
+    other = lambda x: jax.ffi.ffi_call("my_kernel", f32(2, 1024))(x + 1)  # noqa: E731
+    result = plan(other, f32(1024))
+    assert result.device.outputs == 2 * 4096 and result.device.temporaries == 4096
+    assert "my_kernel" in str(result.step_time.unknown_kernels)
 
 
 def test_compiler_that_dies(monkeypatch):

@@ -2,10 +2,10 @@
 
 `python -m effjax.memory.compiler._compiler_shim FD` serves requests from the Unix socket FD until
 its other end closes. A request is the path of a folder and two pipes. The folder holds
-`module.mlirbc`, `target.txtpb` and `request.json`. It receives `result.json` (bytes by kind, the
-message of a compiler that refuses a program that does not fit, or another error), `program.hlo`,
-XLA's dump of the buffer assignment, and `stderr`. When the first pipe closes, the folder is deleted
-and the compilation ends. The exit code is written to the second.
+`module.mlirbc`, `target.txtpb` and `request.json`. It receives `result.json` (for a TPU, bytes by
+kind, or the message of a compiler that refuses a program that does not fit; or another error),
+`program.hlo`, XLA's dump of the buffer assignment, and `stderr`. When the first pipe closes, the
+folder is deleted and the compilation ends. The exit code is written to the second.
 
 Separate processes keep the caller's backends unchanged and survive a compiler that aborts. The
 server imports JAX, which takes a second, and forks a process for each request. The search path
@@ -13,6 +13,7 @@ starts with the directory of the compiler. Uses private JAX modules. Tested with
 and 0.12.0.1.
 """
 
+import concurrent.futures
 import contextlib
 import importlib
 import json
@@ -23,6 +24,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,40 +35,47 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 
-from ...native import status
-
 KINDS = ("argument", "output", "temp", "alias", "generated_code")
 
 
 def compile_in(folder: Path) -> dict[str, Any]:
-    """Compile the folder's module and return bytes by kind on device and host."""
+    """Compile the folder's module; return bytes by kind on device and host if it is for a TPU."""
     request = json.loads((folder / "request.json").read_text())
     count = request["num_devices"]
     devices = _describe_devices(request, folder / "target.txtpb")[:count]
     client: Any = devices[0].client
+    dump = folder / "dump"
     options = compiler.get_compile_options(
         num_replicas=1,
         num_partitions=count,
         device_assignment=np.arange(count).reshape(1, count),
-        env_options_overrides=request["compiler_options"] | {"xla_dump_to": str(folder / "dump")},
+        env_options_overrides=request["compiler_options"] | {"xla_dump_to": str(dump)},
         backend=client,
     )
     options.executable_build_options.use_spmd_partitioning = count > 1
-    with mlir.make_ir_context():
-        module = ir.Module.parse((folder / "module.mlirbc").read_bytes())
-        try:
+
+    def compile_module() -> Any:
+        with mlir.make_ir_context():
+            module = ir.Module.parse((folder / "module.mlirbc").read_bytes())
             # `compiler.backend_compile_and_load` would start a CUDA backend on a machine with a
             # GPU.
-            executable = client.compile(
+            return client.compile(
                 module, executable_devices=_jax.DeviceList(devices), compile_options=options
             )
-        except Exception as error:
-            # The compiler for TPUs refuses a program that does not fit. It has assigned the buffers
-            # by then, unless they are far too large.
-            if request["platform"] != "tpu" or "Ran out of memory" not in str(error):
-                raise
-            (folder / "program.hlo").write_text(_read_dumped_program(folder / "dump"))
-            return {"refusal": str(error)}
+
+    if request["platform"] == "cuda":
+        _assign_buffers(compile_module, dump)
+        (folder / "program.hlo").write_text(_read_dumped_program(dump))
+        return {}
+    try:
+        executable = compile_module()
+    except Exception as error:
+        # The compiler for TPUs refuses a program that does not fit. It has assigned the buffers
+        # by then, unless they are far too large.
+        if "Ran out of memory" not in str(error):
+            raise
+        (folder / "program.hlo").write_text(_read_dumped_program(dump))
+        return {"refusal": str(error)}
     stats = executable.get_compiled_memory_stats()
     hlo = "\n".join(module.to_string() for module in executable.hlo_modules())
     (folder / "program.hlo").write_text(hlo)
@@ -74,6 +83,21 @@ def compile_in(folder: Path) -> dict[str, Any]:
         place: {kind: getattr(stats, f"{prefix}{kind}_size_in_bytes") for kind in KINDS}
         for place, prefix in (("device", ""), ("host", "host_"))
     }
+
+
+def _assign_buffers(compile_module: Callable[[], Any], dump: Path) -> None:
+    """Compile for a GPU until XLA has assigned the buffers, or raise the compiler's error.
+
+    What follows is the machine code of each kernel. It takes two thirds of the time of a deep
+    network, and a plan does not read it.
+    """
+    compilation = concurrent.futures.ThreadPoolExecutor().submit(compile_module)
+    # XLA writes this file after the program, its buffers and their live ranges.
+    is_assigned = lambda: any(dump.glob("*after_optimizations-memory-usage-report.txt"))  # noqa: E731
+    while not (compilation.done() or is_assigned()):
+        concurrent.futures.wait([compilation], timeout=0.02)
+    if not is_assigned():
+        compilation.result()
 
 
 def _describe_devices(request: dict[str, Any], config: Path) -> tuple[Any, ...]:
@@ -155,5 +179,4 @@ def serve(requests: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    status()  # registers effjax's custom calls, which the compiler looks up
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -40,7 +40,7 @@ class CompiledProgram(NamedTuple):
     """The compiler's output; bytes are per device, by kind."""
 
     num_devices: int
-    device_bytes: dict[str, int]  # empty for a program that the compiler refused
+    device_bytes: dict[str, int]  # of a TPU; empty for a program that the compiler refused
     host_bytes: dict[str, int]
     hlo: str
     buffer_assignment: str  # XLA's text

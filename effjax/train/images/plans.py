@@ -26,6 +26,7 @@ from .steps import (
     Batch,
     Learner,
     TrainState,
+    abstract_rngs,
     jit_step,
     model_builder,
     set_training,
@@ -119,7 +120,7 @@ def training_step(
 
     def make() -> nnx.Module:
         # `jit` reduces over the whole batch, whatever `parallel` is.
-        model = build(**FORMS[form] if form else {}, axis_name=None, rngs=nnx.Rngs(0))
+        model = build(**FORMS[form] if form else {}, axis_name=None, rngs=abstract_rngs())
         if isinstance(model, DenseNet) and form in FLAX_FORMS:
             return with_flax_layers(model, checkpoint=form == "jax.checkpoint")
         return model
@@ -187,7 +188,7 @@ def backward_bytes(
         **form: Options of the model.
     """
     learner, params, stats = _abstract_learner(
-        lambda: build(**form, axis_name=None, rngs=nnx.Rngs(0)),
+        lambda: build(**form, axis_name=None, rngs=abstract_rngs()),
         optax.identity(),
         batch_shape[-1],
         freeze_stages,
@@ -235,7 +236,7 @@ class _FlaxNorm(nnx.Module):
     def __init__(self, norm: Any):
         self.norm = nnx.BatchNorm(
             norm.scale.shape[0], momentum=norm.momentum, epsilon=norm.epsilon, dtype=norm.dtype,
-            param_dtype=norm.param_dtype, use_running_average=False, rngs=nnx.Rngs(0),
+            param_dtype=norm.param_dtype, use_running_average=False, rngs=abstract_rngs(),
         )  # fmt: skip
 
     def __call__(
