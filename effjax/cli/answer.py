@@ -57,6 +57,11 @@ class Row:
         return host_phases(self.state, self.host_bytes)
 
     @property
+    def largest_phase(self) -> str:
+        """The phase of a run that needs the most on the host; empty if the step is not compiled."""
+        return max(self.phases, key=self.phases.__getitem__) if self.plan else ""
+
+    @property
     def machine_bytes(self) -> int:
         """The memory of the machine that a run needs, with that of its process."""
         return machine_bytes(self.state, self.host_bytes)
@@ -149,10 +154,14 @@ def phases_report(rows: "Sequence[Row]") -> "Report":
     from ..memory.render import Report, ReportTable, format_bytes
 
     cells = [
-        [row.name, *map(format_bytes, (*row.phases.values(), row.machine_bytes))] for row in rows
-    ]
+        [
+            row.name, *map(format_bytes, row.phases.values()), row.largest_phase,
+            format_bytes(row.machine_bytes),
+        ]
+        for row in rows
+    ]  # fmt: skip
     title = "host memory of the phases of a run; the machine also has the process"
-    return Report([ReportTable(["form", *rows[0].phases, "machine"], cells, title)])
+    return Report([ReportTable(["form", *rows[0].phases, "largest", "machine"], cells, title)])
 
 
 def conclude(
@@ -200,7 +209,12 @@ def advise(
     is_state = sum(_shortage(*nearest.state, nearest.limits)) > 0
     what = "the parameters and the optimizer state" if is_state else "the activations"
     sentence = f"Nothing fits. {nearest.name!r} comes nearest: {describe_shortage(nearest)}"
-    sentence += f", because of {what}."
+    sentence += f", because of {what}"
+    if nearest.shortage[1]:
+        in_all = _shortage(*nearest.state, nearest.limits)[1] > 0  # the host always has the state
+        phase = "all phases" if in_all else f"the phase {nearest.largest_phase!r}"
+        sentence += f", in {phase} of a run"
+    sentence += "."
     changes = list(_changes(nearest, plans, num_devices, is_state))
     if not changes:
         return f"{sentence} Use a device with more memory.", ""
@@ -343,6 +357,7 @@ def to_dict(rows: "Sequence[Row]", sentence: str, command: str) -> dict[str, Any
                 "device_bytes": row.device_bytes,
                 "host_bytes": row.host_bytes,
                 "phases_host_bytes": row.phases,
+                "largest_phase": row.largest_phase,
                 "machine_bytes": row.machine_bytes,
                 "state_bytes": sum(row.state),
                 "is_compiled": row.plan is not None,

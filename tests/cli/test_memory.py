@@ -2,11 +2,17 @@ import dataclasses
 import json
 import re
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from effjax.cli import answer
 from effjax.memory import list_targets
+from effjax.memory.devices import find_target
 from effjax.memory.plan import DEFAULT_TARGET
+from effjax.train.task import Form
+from effjax.train.text.config import LMConfig
 from tests.cli.command import one_line
 from tests.programs import needs_gpu_compiler
 
@@ -205,6 +211,19 @@ def test_forms_of_a_language_model(run_memory, options, forms):
     assert code == 2 and one_line(err) and forms in err
 
 
+@pytest.mark.parametrize(("step_bytes", "phase"), [(3.0e9, "step"), (1.1e9, "saving")])
+def test_names_the_phase_that_needs_the_most_host_memory(step_bytes, phase):
+    """A run whose step needs little more than its state needs the most while it saves it."""
+    limits = answer.Limits(find_target("h100"), 80 * 10**9, 2**30)
+    state, host = (0, 10**9), int(step_bytes)
+    step: Any = SimpleNamespace(peak_device_bytes=0, peak_host_bytes=host, refusal="", fits=False)
+    row = answer.Row("offloaded", Form(LMConfig().resolve(), lambda _: ()), limits, state, step)
+    none: Any = SimpleNamespace(smaller_states=lambda _: (), smaller_batches=lambda _: ())
+    sentence, _ = answer.advise([row], LMConfig, {}, none)
+    assert f"short on the host, because of the activations, in the phase {phase!r}" in sentence
+    assert phase in str(answer.phases_report([row])).splitlines()[-1]
+
+
 def test_names_options_that_a_plan_does_not_use(run_memory):
     _, _, err = run_memory("lm", "--data", "text:here", "--only", "none")
     assert err.startswith("effjax: a plan reads no data and no weights; unused: --data\n")
@@ -214,7 +233,7 @@ def test_names_options_that_a_plan_does_not_use(run_memory):
     ("options", "short", "command"),
     [
         # State alone: nothing is compiled.
-        ((), "on the host, because of the parameters and the opt", "--optimizer adamw8bit"),
+        ((), "the optimizer state, in all phases of a run", "--optimizer adamw8bit"),
         (("--optimizer", "adamw8bit", "--layers", "512"), "the parameters", ""),
     ],
 )
@@ -224,7 +243,7 @@ def test_what_helps_if_nothing_fits(run_memory, options, short, command):
     argv = "lm", *(word for pair in size.items() for word in pair if pair[0] not in options)
     limits = "--target", "rtx4090", "--host-memory-gb", "60"
     code, out, err = run_memory(*argv, *options, *limits)
-    assert code == 1 and "compiling" not in err and short in out
+    assert code == 1 and "compiling" not in err and short in out and "short on the host" in out
     assert "no: at least" in out and "--offload all --fuse-update" in out
     last = out.splitlines()[-1]
     assert last.startswith("  effjax memory lm ") == bool(command) and command in last

@@ -295,24 +295,32 @@ def test_rejects_python_callbacks():
         plan(step, f32(4))
 
 
-def deform_conv(devices, mesh8):
-    mesh = mesh8 if devices == 8 else abstract_mesh(16, "data")
+def deform_conv(mesh):
     arguments = [
         f32(16, 4, 4, channels, sharding=NamedSharding(mesh, P("data"))) for channels in (2, 18)
     ]
     kernel = jnp.ones((3, 3, 2, 2))
-    return lambda x, offset: effjax.deform_conv2d(x, offset, kernel, padding=1), arguments, mesh
+    return lambda x, offset: effjax.deform_conv2d(x, offset, kernel, padding=1), arguments
 
 
 @pytest.mark.parametrize("devices", [8, 16])
 def test_rejects_operators_with_a_partitioning_rule(mesh8, devices):
-    conv, arguments, _ = deform_conv(devices, mesh8)
-    with pytest.raises(PlanError, match=r"plan the step inside jax.shard_map"):
+    conv, arguments = deform_conv(mesh8 if devices == 8 else abstract_mesh(16, "data"))
+    with pytest.raises(PlanError, match="Explicit axes .* plan the step inside jax.shard_map"):
         plan(conv, *arguments)
 
 
+def test_operators_with_a_partitioning_rule_over_explicit_axes():
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    conv, arguments = deform_conv(mesh)
+    result = plan(conv, *arguments)
+    assert result.num_devices == 4 and not result.collectives
+    assert result.device.outputs == 4 * (4 * 4 * 4 * 2)  # float32 [4, 4, 4, 2]: a quarter
+
+
 @pytest.mark.exhaustive
-def test_operators_with_a_partitioning_rule_in_shard_map(mesh8):
-    conv, arguments, mesh = deform_conv(16, mesh8)
+def test_operators_with_a_partitioning_rule_in_shard_map():
+    mesh = abstract_mesh(16, "data")
+    conv, arguments = deform_conv(mesh)
     mapped = jax.shard_map(conv, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     assert plan(mapped, *arguments).num_devices == 16
