@@ -43,6 +43,7 @@ SUBJECTS = {
     "finetune": "planned memory and modelled time of effjax finetune by GPU",
     "trl": "losses of ten steps of TRL's trainer and of effjax finetune",
     "published": "modelled time of training steps beside speeds that others measured",
+    "published-memory": "planned memory of programs beside the memory that others printed",
     "run-memory": "resident memory of a run on the CPU by phase, and the expected one",
     "optimizers": "test loss of a small model with low-precision optimizers",
     "optimizers-offload": "planned steps with a master copy of 24 bits and with Muon",

@@ -358,6 +358,20 @@ def published() -> Iterator[Cells]:
         yield [*cells, f"{1 / ratio:.0%}", f"{ratio:.2f}"]
 
 
+def published_memory() -> Iterator[Cells]:
+    columns = "temporaries, printed", "planned", "in all, printed", "planned"
+    yield ["program", *columns, "ratio"]
+    keys = (
+        "printed_temporary_bytes", "planned_temporary_bytes", "printed_bytes",
+        "planned_device_bytes",
+    )  # fmt: skip
+    for row in read("planned/published_memory.json")["rows"]:
+        unit = row["unit_bytes"]
+        name = "MiB" if unit == 2**20 else "GiB"
+        cells = (f"{row[key] / unit:.2f} {name}" for key in keys)
+        yield [row["name"], *cells, f"{row['ratio']:.2f}"]
+
+
 def run_memory() -> Iterator[Cells]:
     yield ["model", "offload", "phase", "resident [GB]", "expected [GB]", "ratio"]
     for row in read("cpu/run_memory.json")["rows"]:
@@ -465,7 +479,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
             overlap, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
-            my_gpu, published, run_memory, same_as_trl,
+            my_gpu, published, published_memory, run_memory, same_as_trl,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),

@@ -39,6 +39,12 @@ def test_factors_of_measured_speeds():
     assert expected_seconds(other, 2.0) is expected_seconds(find_target("b200"), 2.0) is None
 
 
+def test_planned_memory_of_programs_that_others_ran():
+    for row in read("planned/published_memory.json")["rows"]:
+        tolerance = 0.09 if row["planned_host_bytes"] else 0.005
+        assert row["ratio"] == pytest.approx(1, abs=tolerance)
+
+
 def test_expected_memory_of_runs():
     runs = {}
     for row in read("cpu/run_memory.json")["rows"]:

@@ -34,6 +34,7 @@ from benchmarks import (
     packed_rows,
     planner,
     published,
+    published_memory,
     pytorch,
     resnet,
     roi,
@@ -429,6 +430,16 @@ def test_published():
     assert row["measured_seconds"] == 16 * 64 / 40e3
     assert row["step_seconds"] > row["product_seconds"] > 0
     assert result.config["factors"] == {"rtx4090": [round(row["ratio"], 2)] * 3}
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+def test_published_memory():
+    (result,) = published_memory.run("small")
+    assert [row["planned_host_bytes"] > 0 for row in result.rows] == [
+        False, True, True, False, True, False,
+    ]  # fmt: skip
+    assert all(row["planned_temporary_bytes"] > 0 for row in result.rows)
 
 
 # The test below has `REMAT`. The other forms of effjax differ in options of `offload_train_step`,
