@@ -92,12 +92,23 @@ def _assign_buffers(compile_module: Callable[[], Any], dump: Path) -> None:
     network, and a plan does not read it.
     """
     compilation = concurrent.futures.ThreadPoolExecutor().submit(compile_module)
-    # XLA writes this file after the program, its buffers and their live ranges.
-    is_assigned = lambda: any(dump.glob("*after_optimizations-memory-usage-report.txt"))  # noqa: E731
-    while not (compilation.done() or is_assigned()):
-        concurrent.futures.wait([compilation], timeout=0.02)
-    if not is_assigned():
+    sizes, previous = _dumped_sizes(dump), None
+    # Newer compilers write the files in several threads.
+    while not compilation.done() and (not sizes or sizes != previous):
+        concurrent.futures.wait([compilation], timeout=0.05)
+        sizes, previous = _dumped_sizes(dump), sizes
+    if not sizes:
         compilation.result()
+
+
+def _dumped_sizes(dump: Path) -> dict[str, int]:
+    """Return the sizes of the files that a plan reads; none until all of them are there."""
+    if not any(dump.glob("*.debug_options")):  # which XLA writes after them
+        return {}
+    sizes = {file.name: file.stat().st_size for file in dump.glob("*after_optimizations*.txt")}
+    endings = "after_optimizations.txt", "-buffer-assignment.txt", "-live-range.txt"
+    has_all = all(any(name.endswith(e) and sizes[name] for name in sizes) for e in endings)
+    return sizes if has_all else {}
 
 
 def _describe_devices(request: dict[str, Any], config: Path) -> tuple[Any, ...]:
