@@ -1,8 +1,8 @@
-"""Memory and time of `effjax finetune` for a model of 8 billion parameters, by GPU.
+"""Memory and time of `effjax finetune` for models of 8 to 32 billion parameters, by GPU.
 
-The steps are those that `effjax memory finetune` plans. They are compiled for an RTX 4090 and for
-an H100. The memory on other GPUs is that of the program for the H100, and the time is modelled with
-the rates of each GPU.
+The steps are those that `effjax memory finetune` plans. They are compiled for an H100, those of
+Qwen3-8B also for an RTX 4090. The memory on other GPUs is that of the program for the H100, and the
+time is modelled with the rates of each GPU.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import FORMS, training_step
 
 from .language_model import QWEN3_8B
+from .language_model_table import QWEN3_14B, QWEN3_32B
 from .measure import need_compiler
 from .results import Bars, Result, Size
 
@@ -27,7 +28,7 @@ GPUS = {
     "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "A100": "a100-80", "H100": "h100",
     "GH200": "gh200",
 }  # fmt: skip
-MODELS = {"Qwen3-8B": QWEN3_8B}  # `language_model_table` has larger ones
+MODELS = {"Qwen3-8B": QWEN3_8B, "Qwen3-14B": QWEN3_14B, "Qwen3-32B": QWEN3_32B}
 OPTIMIZERS = "adamw", "adamw8bit"
 # The fused forms, which need the least memory and are about as fast as the others.
 IN_MEMORY, OFFLOADED = "jax.checkpoint, fused", "offload all, fused"
