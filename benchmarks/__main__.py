@@ -37,6 +37,7 @@ SUBJECTS = {
     "offload": "a language model in memory, recomputed and offloaded: time and planned memory",
     "offload-peers": "planned memory of offloading, JAX's policies and MaxText's way",
     "overlap": "modelled time of an offloaded layer and the best that its copies allow",
+    "clipping": "modelled time of clipping by the norm of all gradients, in two forms of a step",
     "language-model": "planned memory of Qwen3-8B with embedding and head in host memory",
     "language-model-table": "planned memory and modelled time of fine-tuning 8B to 70B on a GPU",
     "packed-rows": "modelled time of fine-tuning on packed rows and on rows without segments",

@@ -397,6 +397,14 @@ def overlap() -> Iterator[Cells]:
         yield [name.removeprefix("effjax, "), *seconds, f"{row['ratio']:.2f}"]
 
 
+def clipping() -> Iterator[Cells]:
+    yield ["update of the layers", "GPU", "kernels [ms]", "modelled [ms]", "ratio"]
+    for name, row in by_name("planned/clipping.json").items():
+        seconds = (milliseconds(row[key], 1) for key in ("compute_seconds", "step_seconds"))
+        form = name.removesuffix(f", {row['gpu']}")
+        yield [form, row["gpu"], *seconds, f"{row['ratio']:.2f}"]
+
+
 def resnet() -> Iterator[Cells]:
     yield ["", "peak (GB)", "relative to Flax"]
     for name, row in by_name("planned/resnet50_256_h200.json").items():
@@ -477,7 +485,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             peak_by_depth, kept_by_depth, dense_block, densenet, batch_norm, batch_norm_layers,
             cross_entropy, deform_conv, deform_attention, roi, gpu_sampling, sass, offload_by_depth,
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
-            overlap, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
+            overlap, clipping, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
             my_gpu, published, published_memory, run_memory, same_as_trl,
         )

@@ -254,7 +254,10 @@ def test_curves(tmp_path):
 
 def test_a_method_has_one_color():
     """Check that programs of published results have the color of their method."""
-    others = "fit_", "finetune", "packed_rows", "optimizers_offload", "published", "run_memory"
+    others = (
+        "clipping", "fit_", "finetune", "packed_rows", "optimizers_offload", "published",
+        "run_memory",
+    )  # fmt: skip
     # Their rows are not methods.
     files = [p for p in ROOT.glob("docs/measured/*/*.json") if not p.name.startswith(others)]
     results = [json.loads(path.read_text()) for path in files]
