@@ -11,7 +11,15 @@ import effjax
 from effjax import offload_jit, offload_train_step, to_host
 from effjax.ops._common.platform import trace_for_platform
 from tests.ops.offload import reference
-from tests.ops.offload.stacks import KEY, LAYERS, POLICIES, assert_close, kinds
+from tests.ops.offload.stacks import (
+    KEY,
+    LAYERS,
+    POLICIES,
+    assert_close,
+    assert_equal_bits,
+    kinds,
+    to_numpy,
+)
 from tests.ops.offload.steps import (
     ADAMW,
     APART,
@@ -222,6 +230,19 @@ LIST_OPTIONS = "defaults", "params on the device", "clipped", "noise"
 )
 def test_option(form, name):
     check(form, **OPTIONS[name])
+
+
+MUON = optax.contrib.muon(1e-2)
+
+
+@pytest.mark.exhaustive
+def test_muon(optimized):
+    """The products of Muon add in the same order in both memories, as XLA optimizes them."""
+    check("stack", 1e-12, tx=MUON)
+    with jax.enable_x64(False):
+        got, want = (train("stack", MUON, params_in=memory) for memory in ("host", "device"))
+    assert got[0] == want[0] and got[0][0].dtype == "float32"
+    assert_equal_bits(to_numpy(got[1].state), to_numpy(want[1].state))
 
 
 @pytest.mark.exhaustive
