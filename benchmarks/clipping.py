@@ -7,7 +7,7 @@ with the parameters, and updates each layer before it runs.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +127,8 @@ def make_delayed_step(embed: Any, layer: Any, head: Any, tx: Any, clip_norm: flo
         old = delayed.state
         named = spec.with_paths(old.layers, old.others)
         params, others = named.partition(old.layers, old.others)
-        layers, num_layers = named.layers, named.layers.count(old.layers)
+        layers: Any = named.layers
+        num_layers = layers.count(old.layers)
         loaded = put(others, Space.Device)
         x, _, embed_vjp = run_embed(embed, 1, loaded, (), batch, None, num_layers)
         clip = make_clip(clip_norm, "global", delayed.norm)
@@ -212,7 +213,7 @@ def layer_row(machine: Machine, form: str, programs: Sequence[str], counts: Sequ
 
 
 def make_result(
-    config: DecoderConfig, length: int, counts: Sequence[int], programs: dict[str, Sequence[str]]
+    config: DecoderConfig, length: int, counts: Sequence[int], programs: Mapping[str, Sequence[str]]
 ) -> Result:
     """Return the table of both forms on all GPUs; `programs` has those of each form by depth."""
     rows = [layer_row(gpu, form, programs[form], counts) for gpu in GPUS for form in programs]
