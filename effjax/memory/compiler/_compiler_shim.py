@@ -92,23 +92,28 @@ def _assign_buffers(compile_module: Callable[[], Any], dump: Path) -> None:
     network, and a plan does not read it.
     """
     compilation = concurrent.futures.ThreadPoolExecutor().submit(compile_module)
-    sizes, previous = _dumped_sizes(dump), None
-    # Newer compilers write the files in several threads.
-    while not compilation.done() and (not sizes or sizes != previous):
+    while not (is_dumped := _is_dumped(dump)) and not compilation.done():
         concurrent.futures.wait([compilation], timeout=0.05)
-        sizes, previous = _dumped_sizes(dump), sizes
-    if not sizes:
+    if not is_dumped:
         compilation.result()
 
 
-def _dumped_sizes(dump: Path) -> dict[str, int]:
-    """Return the sizes of the files that a plan reads; none until all of them are there."""
-    if not any(dump.glob("*.debug_options")):  # which XLA writes after them
-        return {}
-    sizes = {file.name: file.stat().st_size for file in dump.glob("*after_optimizations*.txt")}
+def _is_dumped(dump: Path) -> bool:
+    """Return True if the files that a plan reads are there, and closed by XLA's threads."""
+    names = {file.name for file in dump.glob("*after_optimizations*.txt")}
     endings = "after_optimizations.txt", "-buffer-assignment.txt", "-live-range.txt"
-    has_all = all(any(name.endswith(e) and sizes[name] for name in sizes) for e in endings)
-    return sizes if has_all else {}
+    # XLA may write these files of a part of the program, too; the debug options come last.
+    has_all = all(any(name.endswith(end) for name in names) for end in endings)
+    return has_all and any(dump.glob("*.debug_options")) and not names & _open_files()
+
+
+def _open_files() -> set[str]:
+    """Return the names of the files that this process has open."""
+    names = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed
+            names.add(descriptor.readlink().name)
+    return names
 
 
 def _describe_devices(request: dict[str, Any], config: Path) -> tuple[Any, ...]:
