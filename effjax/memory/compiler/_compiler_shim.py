@@ -64,7 +64,10 @@ def compile_in(folder: Path) -> dict[str, Any]:
             )
 
     if request["platform"] == "cuda":
-        _assign_buffers(compile_module, dump)
+        if any(name.startswith("xla_dump_") for name in request["compiler_options"]):
+            compile_module()  # the options may dump what follows the assignment, such as PTX
+        else:
+            _assign_buffers(compile_module, dump)
         (folder / "program.hlo").write_text(_read_dumped_program(dump))
         return {}
     try:
