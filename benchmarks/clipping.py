@@ -38,7 +38,6 @@ from effjax.ops.offload.trees import Partition, Tree, float_leaves, merge_leadin
 
 from .language_model_table import (
     CLIP_NORM,
-    COMPILED_FOR,
     MACHINES,
     MLP_CHUNK,
     OPTIMIZERS,
@@ -213,10 +212,13 @@ def layer_row(machine: Machine, form: str, programs: Sequence[str], counts: Sequ
 
 
 def make_result(
-    config: DecoderConfig, length: int, counts: Sequence[int], programs: Mapping[str, Sequence[str]]
+    config: DecoderConfig,
+    length: int,
+    counts: Sequence[int],
+    programs: Mapping[tuple[Machine, str], Sequence[str]],
 ) -> Result:
-    """Return the table of both forms on all GPUs; `programs` has those of each form by depth."""
-    rows = [layer_row(gpu, form, programs[form], counts) for gpu in GPUS for form in programs]
+    """Return the table of both forms; `programs` has those of each GPU and form by depth."""
+    rows = [layer_row(gpu, form, hlo, counts) for (gpu, form), hlo in programs.items()]
     seconds = {row["name"]: row["step_seconds"] for row in rows}
     for row in rows:
         row["ratio"] = row["step_seconds"] / seconds[f"{SECOND_LOOP}, {row['gpu']}"]
@@ -226,9 +228,9 @@ def make_result(
         {
             "config": config.to_json() | {"num_hidden_layers": list(counts)},
             "tokens": length,
-            "compiled_for": COMPILED_FOR,
+            "compiled_for": [gpu.target for gpu in dict.fromkeys(gpu for gpu, _ in programs)],
             "reference": SECOND_LOOP,
-            "ours": [f"{SECOND_LOOP}, {gpu.name}" for gpu in GPUS],
+            "ours": [row["name"] for row in rows if row["name"].startswith(SECOND_LOOP)],
         },
         rows,
         Bars("step_seconds", "modelled time of a layer [ms]", unit=1e-3),
@@ -236,16 +238,24 @@ def make_result(
 
 
 def plan_forms(
-    config: DecoderConfig, length: int, counts: Sequence[int], cache: Path | None = None
+    config: DecoderConfig,
+    length: int,
+    counts: Sequence[int],
+    gpus: Sequence[Machine] = GPUS,
+    cache: Path | None = None,
 ) -> Result:
-    """Plan both forms at two depths."""
+    """Plan both forms for each GPU at two depths."""
 
-    def compile_step(form: str, count: int) -> str:
+    def compile_step(gpu: Machine, form: str, count: int) -> str:
         deep = dataclasses.replace(config, num_hidden_layers=count)
-        host_bytes = max(gpu.host_bytes for gpu in GPUS)
-        return plan_cached(abstract_step(deep, length, form), COMPILED_FOR, host_bytes, cache).hlo
+        step = abstract_step(deep, length, form)
+        return plan_cached(step, gpu.target, gpu.host_bytes, cache).hlo
 
-    programs = {f: [compile_step(f, count) for count in counts] for f in (SECOND_LOOP, DELAYED)}
+    programs = {
+        (gpu, form): [compile_step(gpu, form, count) for count in counts]
+        for gpu in gpus
+        for form in (SECOND_LOOP, DELAYED)
+    }
     return make_result(config, length, counts, programs)
 
 
@@ -260,4 +270,4 @@ def run(size: Size) -> Iterator[Result]:
             config, hidden_size=256, intermediate_size=512, num_attention_heads=2,
             num_key_value_heads=1,
         )  # fmt: skip
-        yield plan_forms(small, 1024, (4, 6))
+        yield plan_forms(small, 1024, (4, 6), GPUS[:1])

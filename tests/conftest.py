@@ -6,6 +6,7 @@ import os
 import pathlib
 import signal
 import sys
+import time
 
 # These variables must be set before JAX is imported.
 # Use the CPU by default; `JAX_PLATFORMS=cuda,cpu pytest` runs the tests on a GPU.
@@ -22,12 +23,20 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
+_START = time.monotonic()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--exhaustive",
         action="store_true",
         help="also run every combination of options, plans of deep networks and slow commands",
+    )
+    parser.addoption(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="skip the tests that have not begun after N minutes",
     )
     parser.addoption(
         "--optimized",
@@ -52,6 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
         "tier", max_examples=examples, deadline=None, derandomize=True
     )
     hypothesis.settings.load_profile("tier")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test if the time of --minutes is up."""
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - _START > 60 * minutes:
+        pytest.skip("the time of --minutes is up")
 
 
 def _is_exhaustive(config: pytest.Config) -> bool:

@@ -161,6 +161,7 @@ def test_adapter_is_no_checkpoint(run_finetune, tmp_path):
     assert "run/adapter: a LoRA adapter, not a checkpoint. Give the checkpoint that it" in err
 
 
+@pytest.mark.exhaustive
 def test_stop_after(run_finetune, monkeypatch, tmp_path):
     """The run is saved after the first step that ends too late, and can be resumed."""
     monkeypatch.setattr("effjax.cli.training.parse_time", lambda *_: -1.0)

@@ -106,6 +106,7 @@ def test_a_second_ctrl_c_ends_at_once(start, tmp_path):
     assert last > 0
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_while_compiling(start, tmp_path):
     process = start(*NEW_RUN.split(), before=BUSY + WHILE_COMPILING)
     wait_for(process, "busy")

@@ -52,6 +52,7 @@ def test_one_epoch_of_densenet_on_digits(run, tmp_path):
     assert 0 < final["kept_bytes"]["efficient"] < final["kept_bytes"]["plain"]
 
 
+@pytest.mark.exhaustive
 def test_resnet_and_its_comparison(run, monkeypatch, tmp_path):
     monkeypatch.setattr("effjax.train.images.task.model_builder", small.builder)
     monkeypatch.setattr("effjax.train.images.task.load_dataset", lambda *_: small.dataset())

@@ -89,6 +89,7 @@ def test_out_of_memory(run_lm, monkeypatch):
 
 
 # A save that fails leaves coroutines of Orbax that nobody awaits, now and then.
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_full_disk(run_lm, when_printed, caplog):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import jax_utils
 from flax import linen as nn
 from flax.training import train_state
@@ -136,6 +137,7 @@ def train(model, num_devices):
     return jax.tree.map(lambda a: a[0], jax.device_get((state.params, loss, logits))), stats
 
 
+@pytest.mark.exhaustive
 def test_example_runs_with_a_converted_model():
     model = create_model()
     want, want_stats = train(model, 1)

@@ -67,6 +67,7 @@ def test_call_flags_reach_the_layers():
         model.apply(host, X, rngs=rngs, **on)  # not mutable
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_are_interchangeable():
     variables = variables_of(cnn)
     model = OffloadModel(cnn())
@@ -137,6 +138,7 @@ def test_stack_matches_loop(num_microbatches, policy):
         assert np.isfinite(y).all()
 
 
+@pytest.mark.exhaustive
 def test_inside_another_module():
     """Names and keys follow the outer module."""
 

@@ -129,7 +129,7 @@ def test_dropout_of_adapters(x64):
     np.testing.assert_array_equal(dropped(rate, None, shape), np.ones(shape))
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.5])
+@vary("rate", [0.5, 0.0])
 def test_gradient_of_the_mlp(x64, rate):
     """It equals that of the formula, of all parameters of the last layer."""
     key = jax.random.key(1)
@@ -261,6 +261,7 @@ def test_layers_can_be_applied_by_offload_scan(x64):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-13)
 
 
+@pytest.mark.exhaustive
 @vary("kind", [AxisType.Auto, AxisType.Explicit])
 def test_data_parallel_gradients(kind, x64):
     """A batch that is sharded over devices has the same loss and gradients."""

@@ -14,6 +14,7 @@ from jax import export
 from effjax import models, native
 from effjax.models import linen as linen_models
 from tests.test_docs import ROOT, blocks
+from tests.tiers import vary
 
 PAGE = ROOT / "docs" / "guides" / "export.md"
 IMAGES = np.random.default_rng(0).normal(size=(3, 32, 32, 3)).astype(np.float32)
@@ -52,7 +53,7 @@ def check_export(run, x):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(a).max()))
 
 
-@pytest.mark.parametrize("train", [False, True], ids=["evaluation", "training"])
+@vary("train", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks(name, train):
     make, x = NETWORKS[name]
@@ -77,6 +78,7 @@ def test_linen_networks(name):
     check_export(lambda x: model.apply(variables, x), IMAGES)
 
 
+@pytest.mark.exhaustive
 def test_a_process_without_flax_serves_a_program(tmp_path):
     """The blocks of the page run in two processes."""
     exporter, server = (code for _, code in blocks(PAGE, "python"))

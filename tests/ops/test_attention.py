@@ -272,6 +272,7 @@ def test_mask_of_cudnn(options, monkeypatch):
     assert_trees_close(got, results(oracles.attention, *arrays, **named), 1e-5)
 
 
+@pytest.mark.exhaustive
 @needs_tpu_compiler
 def test_splash_on_tpu():
     arrays, segments = abstract_heads(), jnp.zeros((1, LENGTH), int)

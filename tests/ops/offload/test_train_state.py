@@ -274,6 +274,7 @@ def test_loss_scale_in_float16(dtype, options):
     assert 2 <= skipped <= 10
 
 
+@pytest.mark.exhaustive
 def test_compute_dtype_of_different_layers():
     def run_embed(others, batch, key):
         return embed(others, batch, key).astype(jnp.bfloat16)

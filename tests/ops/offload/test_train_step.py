@@ -108,7 +108,7 @@ COMBINATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+@vary("name", COMBINATIONS)
 @pytest.mark.parametrize("form", ["stack", "list"])
 def test_combined_options(form, name):
     state = check(form, **COMBINATIONS[name])

@@ -159,6 +159,7 @@ def test_fused_step_in_shard_map(name):
     check(*MAPPED[name])
 
 
+@pytest.mark.exhaustive
 @vary(("form", "options"), [("list", {}), ("stack", {**FROZEN, "others_in": "host"})])
 def test_skipped_step_in_shard_map(form, options):
     check(form, "shard_map", {**SKIPPED, **options})
@@ -170,7 +171,7 @@ def test_step_with_auto_axes(name):
     check(form, "auto", options)
 
 
-@pytest.mark.parametrize("form", ["stack", "list"])
+@vary("form", ["stack", "list"])
 @vary("name", EXPLICIT)
 def test_step_with_explicit_axes(form, name):
     check(form, "explicit", EXPLICIT[name])
