@@ -43,6 +43,7 @@ SUBJECTS = {
     "packed-rows": "modelled time of fine-tuning on packed rows and on rows without segments",
     "finetune": "planned memory and modelled time of effjax finetune by GPU",
     "trl": "losses of ten steps of TRL's trainer and of effjax finetune",
+    "torch-loop": "losses of a plain PyTorch loop and of effjax finetune, of a real model",
     "published": "modelled time of training steps beside speeds that others measured",
     "published-memory": "planned memory of programs beside the memory that others printed",
     "run-memory": "resident memory of a run on the CPU by phase, and the expected one",
