@@ -1,4 +1,4 @@
-"""Decoders of the Llama family, configured by a checkpoint's config.json.
+"""Decoders of the Llama family and its relatives, configured by a checkpoint's config.json.
 
 Parameters have the names and shapes of Hugging Face's checkpoints. `layers` is a flat dict of the
 names after ``model.layers.N.``, stacked over the layers: ``"self_attn.q_proj.weight"`` is
@@ -11,9 +11,10 @@ import json
 import math
 import os
 import pathlib
+import types
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,24 +53,71 @@ class Lora(NamedTuple):
     dropout: float = 0.0
 
 
+class _Norms(NamedTuple):
+    """Names of the norms of a layer, before and after attention and the MLP; None for no norm."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
 class _Family(NamedTuple):
-    """A family of decoders, and its defaults of keys that config.json may lack."""
+    """A family of decoders, as its differences from Llama.
+
+    Attributes:
+        architecture: The class of transformers.
+        options: Of `OPTIONS`, the keys of config.json that the family has.
+        defaults: Values of keys that config.json may lack, where they are not those of Llama.
+        has_qkv_bias: Whether queries, keys and values always have biases.
+        qk_norm: Whether queries and keys are normalized, each head or all heads together.
+        is_fused: Whether one matrix makes queries, keys and values, and one gate and up.
+        norms: The norms of a layer.
+        norm_offset: What is added to the weights of norms.
+        activation: That of the gate.
+        activation_key: Its key in config.json.
+        scales_embedding: Whether embeddings are multiplied by the root of the width.
+    """
 
     architecture: str
-    num_key_value_heads: int | None = None  # None means `num_attention_heads`
-    head_dim: int | None = None  # None means `hidden_size / num_attention_heads`
-    options: tuple[str, ...] = ()  # of `OPTIONS`, those that the family has
+    options: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = types.MappingProxyType({})
+    has_qkv_bias: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    is_fused: bool = False
+    norms: _Norms = _Norms()
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    activation_key: str = "hidden_act"
+    scales_embedding: bool = False
 
 
+BIASES = "attention_bias", "mlp_bias"
+GRANITE_FACTORS = (
+    "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
+)  # fmt: skip
+# Keys of config.json that some families have. The others must have the default of the field.
+OPTIONS = (*BIASES, "sliding_window", *GRANITE_FACTORS)
+# Of these, null in config.json is a value.
+NULLABLE = ("sliding_window",)
 _FAMILIES = {
-    "llama": _Family("LlamaForCausalLM", options=("attention_bias", "mlp_bias")),
-    "mistral": _Family("MistralForCausalLM", num_key_value_heads=8, options=("sliding_window",)),
-    "qwen2": _Family("Qwen2ForCausalLM", num_key_value_heads=32),
-    "qwen3": _Family("Qwen3ForCausalLM", 32, 128, options=("attention_bias",)),
-}
-OPTIONS = "attention_bias", "mlp_bias", "sliding_window"
+    "llama": _Family("LlamaForCausalLM", BIASES),
+    "mistral": _Family(
+        "MistralForCausalLM", ("sliding_window",),
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+    ),
+    "qwen2": _Family("Qwen2ForCausalLM", (), {"num_key_value_heads": 32}, has_qkv_bias=True),
+    "qwen3": _Family(
+        "Qwen3ForCausalLM", ("attention_bias",), {"num_key_value_heads": 32, "head_dim": 128},
+        qk_norm="head",
+    ),
+    "granite": _Family(
+        "GraniteForCausalLM", (*BIASES, *GRANITE_FACTORS), {"attention_multiplier": 1.0}
+    ),
+}  # fmt: skip
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-MISTRAL_WINDOW = 4096  # if config.json lacks `sliding_window`
+# Probabilities of config.json. Generation and evaluation drop nothing.
+DROPOUTS = "attention_dropout", "resid_pdrop", "embd_pdrop"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +144,7 @@ class DecoderConfig:
     """Configuration of a decoder; the names are those of a checkpoint's config.json.
 
     Attributes:
-        model_type: "llama", "mistral", "qwen2" or "qwen3".
+        model_type: the family: "llama", "mistral", "qwen2", "qwen3" or "granite".
         vocab_size, hidden_size, intermediate_size, num_hidden_layers: sizes.
         num_attention_heads: heads of queries; `num_key_value_heads` divides it.
         num_key_value_heads: heads of keys and values.
@@ -106,12 +154,18 @@ class DecoderConfig:
         rope_scaling: their scaling. None means none.
         sliding_window: of mistral: number of positions that a token attends to, its own included.
             None means all earlier ones and itself.
-        attention_bias: of llama and qwen3: whether the linear layers of attention have biases.
-            Queries, keys and values of qwen2 always have them.
-        mlp_bias: of llama: whether the linear layers of the MLP have biases.
+        attention_bias: of llama, qwen3 and granite: whether the linear layers of attention have
+            biases. Queries, keys and values of qwen2 always have them.
+        mlp_bias: of llama and granite: whether the linear layers of the MLP have biases.
+        embedding_multiplier, residual_multiplier: of granite: factors of the embeddings, and of the
+            results of attention and MLP.
+        attention_multiplier: of granite: factor of the scores. None means 1 / sqrt(head_dim).
+        logits_scaling: of granite: divisor of the logits.
         tie_word_embeddings: whether the embedding is also the head.
         dtype: of the parameters.
         other_settings: the other keys of config.json, as JSON text. They do not change the network.
+            `attention_dropout` and other dropout is not applied: a layer that is called with a key,
+            and `effjax finetune`, refuse a value above 0.
 
     Raises:
         TypeError: for a size or a number of another type.
@@ -133,6 +187,10 @@ class DecoderConfig:
     sliding_window: int | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     tie_word_embeddings: bool = False
     dtype: str = "float32"
     other_settings: str = dataclasses.field(default="{}", repr=False)
@@ -162,14 +220,31 @@ class DecoderConfig:
             self._set("sliding_window", as_integer("sliding_window", self.sliding_window, 1))
         for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
             self._set(name, as_bool(name, getattr(self, name)))
-        for name in set(OPTIONS) - {*family.options}:
-            # `to_json` cannot write it: transformers would run another network.
-            if value := getattr(self, name):
-                raise ValueError(f"`{name}` (={value}) is not supported by {self.model_type}.")
+        self._check_options(family)
         self._set("dtype", as_dtype("dtype", self.dtype).name)
         settings = _parse_settings(self.other_settings)
         if (deviation := settings.get("initializer_range")) is not None:
             as_number("initializer_range", deviation, lambda a: 0 <= a < math.inf, "at least 0")
+        for name in DROPOUTS:
+            if settings.get(name) is not None:
+                as_number(name, settings[name], lambda a: 0 <= a < 1, "in [0, 1)")
+
+    def _check_options(self, family: "_Family") -> None:
+        """Check and complete the fields that only some families have."""
+        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            self._set(name, _as_positive(name, getattr(self, name)))
+        if "attention_multiplier" in family.options and self.attention_multiplier is None:
+            self._set("attention_multiplier", self.head_dim**-0.5)
+        if self.attention_multiplier is not None:
+            factor = _as_positive("attention_multiplier", self.attention_multiplier)
+            self._set("attention_multiplier", factor)
+        for field in dataclasses.fields(self):
+            # `to_json` cannot write it: transformers would run another network.
+            is_missing = field.name in OPTIONS and field.name not in family.options
+            if is_missing and (value := getattr(self, field.name)) != field.default:
+                raise ValueError(
+                    f"`{field.name}` (={value}) is not supported by {self.model_type}."
+                )
 
     def _set(self, name: str, value: Any) -> None:
         """Replace a NumPy scalar, which `to_json` cannot write, in a frozen dataclass."""
@@ -203,18 +278,31 @@ class DecoderConfig:
             scaling = dataclasses.asdict(self.rope_scaling)
             fields["rope_scaling"] = {"rope_type": "llama3", **scaling}
         fields["torch_dtype"] = fields.pop("dtype")
-        names = {"architectures": [family.architecture], "hidden_act": "silu"}
+        names = {
+            "architectures": [family.architecture],
+            family.activation_key: family.activation,
+        }
         return {**names, **settings, **fields}
 
     @property
     def has_qk_norm(self) -> bool:
-        """True if queries and keys are normalized per head."""
-        return self.model_type == "qwen3"
+        """True if queries and keys are normalized."""
+        return _FAMILIES[self.model_type].qk_norm is not None
 
     @property
     def has_qkv_bias(self) -> bool:
         """True if the linear layers of queries, keys and values have biases."""
-        return self.attention_bias or self.model_type == "qwen2"
+        return self.attention_bias or _FAMILIES[self.model_type].has_qkv_bias
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of the scores of attention."""
+        return self.attention_multiplier or self.head_dim**-0.5
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of the embeddings."""
+        return self.embedding_multiplier
 
 
 def _family(model_type: Any) -> _Family:
@@ -223,6 +311,17 @@ def _family(model_type: Any) -> _Family:
         known = ", ".join(f'"{name}"' for name in _FAMILIES)
         raise ValueError(f"`model_type` (={model_type!r:.80}) must be one of {known}.")
     return _FAMILIES[model_type]
+
+
+def check_dropout(config: DecoderConfig) -> None:
+    """Raise ValueError if training as config.json says needs dropout, which is not supported."""
+    settings = _parse_settings(config.other_settings)
+    for name in DROPOUTS:
+        if settings.get(name):
+            raise ValueError(
+                f"`{name}` (={settings[name]}) of config.json is not supported in training. Set it "
+                "to 0 there to train without this dropout; generation never drops."
+            )
 
 
 def _parse_settings(text: str) -> dict[str, Any]:
@@ -257,29 +356,41 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
             raise ValueError(f"config.json lacks `{name}`.")
         fields[name] = as_integer(name, settings.pop(name), 1)
     heads = fields["num_attention_heads"]
-    kv_heads = settings.pop("num_key_value_heads", family.num_key_value_heads)
-    fields["num_key_value_heads"] = heads if kv_heads is None else kv_heads
-    head_dim = settings.pop("head_dim", family.head_dim)
-    if head_dim is None:
-        head_dim, rest = divmod(fields["hidden_size"], heads)
+    values = {**family.defaults, **{n: v for n, v in settings.items() if v is not None}}
+    fields["num_key_value_heads"] = values.get("num_key_value_heads", heads)
+    if "head_dim" in values:
+        fields["head_dim"] = values["head_dim"]
+    else:
+        fields["head_dim"], rest = divmod(fields["hidden_size"], heads)
         if rest:
             raise ValueError(
                 f"`num_attention_heads` (={heads}) must divide `hidden_size` "
                 f"(={fields['hidden_size']}), because config.json lacks `head_dim`."
             )
-    fields["head_dim"] = head_dim
-    if model_type == "mistral":  # null means no window
-        fields["sliding_window"] = settings.pop("sliding_window", MISTRAL_WINDOW)
-    for name in ("rms_norm_eps", "tie_word_embeddings", *family.options):
-        value = settings.pop(name, None)
-        if value is not None:
-            fields[name] = value
-    dtypes = [settings.pop(name, None) for name in ("dtype", "torch_dtype")]
-    fields["dtype"] = dtypes[0] or dtypes[1] or "float32"
+    names = "rms_norm_eps", "tie_word_embeddings", *family.options
+    for name in names:
+        if name in NULLABLE and name in settings:
+            fields[name] = settings[name]
+        elif name in values:
+            fields[name] = values[name]
+    fields["dtype"] = _parse_dtype(values)
+    for name in ("num_key_value_heads", "head_dim", "dtype", "torch_dtype", *names):
+        settings.pop(name, None)
     fields |= _parse_rope(settings)
-    for name in ("architectures", "hidden_act"):  # written by `to_json`
+    for name in ("architectures", "hidden_act", "hidden_activation"):  # written by `to_json`
         settings.pop(name, None)
     return DecoderConfig(**fields, other_settings=json.dumps(settings, sort_keys=True))
+
+
+def _parse_dtype(settings: Mapping[str, Any]) -> Any:
+    """Return the dtype of config.json: "bfloat16" also of "torch.bfloat16".
+
+    "auto", as no dtype, leaves it to the reader of the weights: float32 holds any of them.
+    """
+    dtype = settings.get("dtype", settings.get("torch_dtype"))
+    if isinstance(dtype, str):
+        dtype = dtype.removeprefix("torch.")
+    return "float32" if dtype in (None, "auto") else dtype
 
 
 def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
@@ -317,9 +428,10 @@ def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
     """Raise ValueError for settings that would change the network."""
-    supported = {
-        "hidden_act": "silu",
-        "attention_dropout": 0,
+    family = _FAMILIES[model_type]
+    supported: dict[str, Any] = {
+        "hidden_act": family.activation,
+        "hidden_activation": family.activation,
         "partial_rotary_factor": 1,
         "quantization_config": None,
     }
@@ -362,10 +474,12 @@ def decoder_shapes(config: DecoderConfig) -> tuple[Params, Params]:
     }
     layers = {f"{name}.weight": shape for name, (shape, _) in linear.items()}
     layers |= {f"{name}.bias": shape[:1] for name, (shape, has_bias) in linear.items() if has_bias}
-    layers |= dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (width,))
-    if config.has_qk_norm:
-        names = "self_attn.q_norm.weight", "self_attn.k_norm.weight"
-        layers |= dict.fromkeys(names, (config.head_dim,))
+    family = _FAMILIES[config.model_type]
+    layers |= {f"{name}.weight": (width,) for name in family.norms if name is not None}
+    if family.qk_norm is not None:
+        is_all = family.qk_norm == "all"
+        layers["self_attn.q_norm.weight"] = (heads if is_all else config.head_dim,)
+        layers["self_attn.k_norm.weight"] = (kv_heads if is_all else config.head_dim,)
     others = {
         "model.embed_tokens.weight": (config.vocab_size, width),
         "model.norm.weight": (width,),
@@ -384,7 +498,7 @@ def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]
     """Return random parameters ``(layers, others)``, of the shapes of `decoder_shapes`.
 
     Weights are drawn from N(0, 0.02²), or with the standard deviation `initializer_range` of
-    config.json. Those of norms are 1, and biases are 0.
+    config.json. Those of norms are such that they multiply by 1, and biases are 0.
 
     All arrays are created whole on the default device. To create layers in host memory, pass
     `init_decoder_layer` and `decoder_layer_keys` to `effjax.host_init`::
@@ -424,7 +538,7 @@ def _draw(config: DecoderConfig, key: jax.Array, shapes: Params) -> Params:
 
     def draw(key: jax.Array, name: str, a: jax.ShapeDtypeStruct) -> jax.Array:
         if "norm" in name:
-            return jnp.ones(a.shape, a.dtype)
+            return jnp.full(a.shape, 1 - _FAMILIES[config.model_type].norm_offset, a.dtype)
         if name.endswith("bias"):
             return jnp.zeros(a.shape, a.dtype)
         return (deviation * jax.random.normal(key, a.shape)).astype(a.dtype)
@@ -460,7 +574,8 @@ def decoder_functions(
       batch's positions and segment ids.
     * ``layer(params, x, key) -> x`` takes the parameters of one layer. With the arrays of a LoRA
       adapter among them, named as by `effjax.convert.load_adapter`, a linear layer computes
-      ``W x + lora_scale * B (A dropout(x))``. Without a key, nothing is dropped.
+      ``W x + lora_scale * B (A dropout(x))``. Without a key, nothing is dropped. With one, a
+      dropout of config.json, such as `attention_dropout`, is refused.
     * ``head(others, x, batch, key) -> (loss_sum, weight)`` returns the sum of the cross entropy of
       tokens, times their weights, and the sum of the weights.
 
@@ -502,7 +617,7 @@ def decoder_functions(
     if mlp_chunk_size is not None:
         mlp_chunk_size = as_integer("mlp_chunk_size", mlp_chunk_size, 1)
     return DecoderFunctions(
-        functools.partial(_embed, dtype),
+        functools.partial(_embed, config, dtype),
         functools.partial(
             apply_layer,
             config,
@@ -523,18 +638,21 @@ def decoder_logits(config: DecoderConfig, others: Params, hidden: jax.Array) -> 
     check_config(config)
     check_named_arrays("others", others, ["model.norm.weight", _head_name(config)])
     hidden = as_array("hidden", hidden)
-    x = _rms_norm(hidden, others["model.norm.weight"], config.rms_norm_eps)
+    x = _head_input(config, others, hidden)
     weight = _head_weight(config, others).astype(x.dtype)
     return jnp.einsum("ntd,vd->ntv", x, weight, preferred_element_type=accumulation_dtype(x))
 
 
-def _embed(dtype: Any, others: Params, batch: Params, key: Any = None) -> Params:
+def _embed(
+    config: DecoderConfig, dtype: Any, others: Params, batch: Params, key: Any = None
+) -> Params:
     tokens = batch["tokens"]
     positions = batch.get("positions")
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     weight = others["model.embed_tokens.weight"]
-    x = {"hidden": _take_rows(weight, tokens).astype(dtype), "positions": positions}
+    hidden = _scaled(_take_rows(weight, tokens).astype(dtype), config.embedding_scale)
+    x = {"hidden": hidden, "positions": positions}
     if batch.get("segment_ids") is not None:
         x["segment_ids"] = batch["segment_ids"]
     return x
@@ -575,13 +693,16 @@ def apply_layer(
     key: Any = None,
 ) -> Params:
     """Apply one layer, with the given attention; see `decoder_functions`."""
+    if key is not None:
+        check_dropout(config)
     linear = functools.partial(_linear, params, lora, key=key)
     y, x = _apply_attention(config, attend, linear, params, x)
-    hidden = x["hidden"] + y
+    hidden = x["hidden"] + _scaled(y, config.residual_multiplier)
 
     def mlp(hidden: jax.Array, chunk: Any) -> jax.Array:
         chunk_key = None if key is None else jax.random.fold_in(key, chunk)
-        return hidden + _apply_mlp(config, lora, params, hidden, chunk_key)
+        y = _apply_mlp(config, lora, params, hidden, chunk_key)
+        return hidden + _scaled(y, config.residual_multiplier)
 
     length, size = hidden.shape[1], mlp_chunk_size
     if size is not None and size < length:
@@ -594,18 +715,26 @@ def apply_layer(
 def _apply_attention(
     config: DecoderConfig, attend: Attend, linear: Linear, params: Params, x: Params
 ) -> tuple[jax.Array, Params]:
-    hidden, epsilon = x["hidden"], config.rms_norm_eps
-    y = _rms_norm(hidden, params["input_layernorm.weight"], epsilon)
-    q, k, v = (
-        linear(f"self_attn.{name}_proj", y).reshape(*y.shape[:2], -1, config.head_dim)
-        for name in "qkv"
-    )  # [N, T, heads, head_dim]
-    if config.has_qk_norm:
-        q = _rms_norm(q, params["self_attn.q_norm.weight"], epsilon)
-        k = _rms_norm(k, params["self_attn.k_norm.weight"], epsilon)
+    family = _FAMILIES[config.model_type]
+    y = _norm(config, params, family.norms.before_attention, x["hidden"])
+    heads = config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    if family.is_fused:
+        qkv = linear("self_attn.qkv_proj", y)
+        q, k, v = jnp.split(qkv, (heads, heads + kv_heads), -1)
+    else:
+        q, k, v = (linear(f"self_attn.{name}_proj", y) for name in "qkv")
+    if family.qk_norm == "all":
+        q = _norm(config, params, "self_attn.q_norm", q)
+        k = _norm(config, params, "self_attn.k_norm", k)
+    q, k, v = (a.reshape(*a.shape[:2], -1, config.head_dim) for a in (q, k, v))
+    if family.qk_norm == "head":
+        q = _norm(config, params, "self_attn.q_norm", q)
+        k = _norm(config, params, "self_attn.k_norm", k)
     rotation = _rotation(config, x["positions"], accumulation_dtype(y))
     y, x = attend(_rotate(q, *rotation), _rotate(k, *rotation), v, x)
-    return linear("self_attn.o_proj", y.reshape(*y.shape[:2], -1)), x
+    y = linear("self_attn.o_proj", y.reshape(*y.shape[:2], -1))
+    return _norm(config, params, family.norms.after_attention, y), x
 
 
 def _attend(
@@ -622,6 +751,7 @@ def _attend(
         v,
         segment_ids=x.get("segment_ids"),
         window=config.sliding_window,
+        scale=config.attention_scale,
         implementation=attention,
     )
     return y, x
@@ -631,30 +761,48 @@ def _apply_mlp(
     config: DecoderConfig, lora: Lora, params: Params, hidden: jax.Array, key: Any
 ) -> jax.Array:
     linear = functools.partial(_linear, params, lora, key=key)
-    y = _rms_norm(hidden, params["post_attention_layernorm.weight"], config.rms_norm_eps)
-    gate, up = (linear(f"mlp.{name}_proj", y) for name in ("gate", "up"))
+    family = _FAMILIES[config.model_type]
+    y = _norm(config, params, family.norms.before_mlp, hidden)
+    if family.is_fused:
+        gate, up = jnp.split(linear("mlp.gate_up_proj", y), 2, -1)
+    else:
+        gate, up = (linear(f"mlp.{name}_proj", y) for name in ("gate", "up"))
     down = {name: a for name, a in params.items() if name.startswith("mlp.down_proj.")}
-    return _apply_gated(lora, down, gate, up, key)
+    y = _apply_gated(lora, family.activation, down, gate, up, key)
+    return _norm(config, params, family.norms.after_mlp, y)
 
 
-# y = W h, h = silu(gate) * up. For autodiff XLA makes three kernels that read gate or up again: of
+def _silu(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    sigmoid = jax.nn.sigmoid(x)
+    y = x * sigmoid
+    return y, sigmoid + y * (1 - sigmoid)
+
+
+# The functions, and those that return their value and their derivative.
+_ACTIVATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "silu": (jax.nn.silu, _silu),
+}
+
+# y = W h, h = f(gate) * up. For autodiff XLA makes three kernels that read gate or up again: of
 # h, dgate and dup. dh = W^T dy does not depend on h, so one kernel can compute all three from gate,
 # up and dh. As planned, it moves six arrays [N, T, intermediate_size] instead of ten.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _apply_gated(
-    lora: Lora, params: Params, gate: jax.Array, up: jax.Array, key: Any = None
+    lora: Lora, activation: str, params: Params, gate: jax.Array, up: jax.Array, key: Any = None
 ) -> jax.Array:
-    """Apply down_proj to silu(gate) * up."""
-    return _linear(params, lora, "mlp.down_proj", jax.nn.silu(gate) * up, key)
+    """Apply down_proj to f(gate) * up, where f is the activation."""
+    h = _ACTIVATIONS[activation][0](gate) * up
+    return _linear(params, lora, "mlp.down_proj", h, key)
 
 
-def _apply_gated_forward(lora, params, gate, up, key):
-    return _apply_gated(lora, params, gate, up, key), (params, gate, up, key)
+def _apply_gated_forward(lora, activation, params, gate, up, key):
+    y = _apply_gated(lora, activation, params, gate, up, key)
+    return y, (params, gate, up, key)
 
 
-def _apply_gated_backward(lora, residuals, dy):
+def _apply_gated_backward(lora, activation, residuals, dy):
     params, gate, up, key = residuals
 
     def apply(params, h):
@@ -665,11 +813,10 @@ def _apply_gated_backward(lora, residuals, dy):
     # XLA must not compute h before dh.
     gate, up, dh = lax.optimization_barrier((gate, up, dh))
     wide_gate, wide_up, wide_dh = (a.astype(accumulation_dtype(a)) for a in (gate, up, dh))
-    sigmoid = jax.nn.sigmoid(wide_gate)
-    silu = wide_gate * sigmoid
-    h = (silu * wide_up).astype(gate.dtype)
-    dgate = wide_dh * wide_up * (sigmoid + silu * (1 - sigmoid))
-    dup = (wide_dh * silu).astype(up.dtype)
+    value, slope = _ACTIVATIONS[activation][1](wide_gate)
+    h = (value * wide_up).astype(gate.dtype)
+    dgate = wide_dh * wide_up * slope
+    dup = (wide_dh * value).astype(up.dtype)
     _, pull_back = jax.vjp(lambda params: apply(params, h), params)
     return *pull_back(dy), dgate.astype(gate.dtype), dup, None
 
@@ -690,7 +837,7 @@ def _map_chunks(fun: Callable, x: jax.Array, size: int) -> jax.Array:
 def _apply_head(
     config: DecoderConfig, others: Params, x: Params, batch: Params, key: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    hidden = _rms_norm(x["hidden"], others["model.norm.weight"], config.rms_norm_eps)
+    hidden = _head_input(config, others, x["hidden"])
     labels, weights = batch["labels"], batch.get("weights")
     kernel = _head_weight(config, others)
     if weights is None:
@@ -700,6 +847,11 @@ def _apply_head(
     losses = linear_cross_entropy(hidden, kernel, labels, where=counted, transposed=True)
     weights = weights.astype(losses.dtype)
     return (losses * weights).sum(), weights.sum()
+
+
+def _head_input(config: DecoderConfig, others: Params, hidden: jax.Array) -> jax.Array:
+    """Return the input of the head, divided as its logits would be."""
+    return _scaled(_norm(config, others, "model.norm", hidden), 1 / config.logits_scaling)
 
 
 def _head_weight(config: DecoderConfig, others: Params) -> jax.Array:  # [vocab_size, hidden_size]
@@ -729,10 +881,20 @@ def _linear(params: Params, lora: Lora, name: str, x: jax.Array, key: Any = None
     return y
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+def _norm(config: DecoderConfig, params: Params, name: str | None, x: jax.Array) -> jax.Array:
+    """Apply the RMS norm of this name, if there is one."""
+    if name is None:
+        return x
+    weight, offset = params[f"{name}.weight"], _FAMILIES[config.model_type].norm_offset
     wide = at_least_float32(x)
-    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + epsilon)
+    wide *= lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + config.rms_norm_eps)
+    if offset:  # the sum would round in 16 bits
+        return ((offset + weight.astype(wide.dtype)) * wide).astype(x.dtype)
     return weight.astype(x.dtype) * wide.astype(x.dtype)
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * factor
 
 
 # Channels j and D/2 + j of a head form a 2-vector, rotated at position t by the angle t * f[j],

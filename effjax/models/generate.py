@@ -220,7 +220,9 @@ def start(
     )
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, x: Params) -> tuple[jax.Array, Params]:
-        y = dot_product_attention(q, k, v, window=config.sliding_window)
+        y = dot_product_attention(
+            q, k, v, window=config.sliding_window, scale=config.attention_scale
+        )
         return y, _write_caches(x, k, v)
 
     # Keys and values of padding are written too. A generated token overwrites them before any
@@ -244,7 +246,10 @@ def advance(
             lax.dynamic_index_in_dim(x[name], x["layer"], 0, keepdims=False)
             for name in ("keys_cache", "values_cache")
         )
-        return attend_to_cache(q, keys, values, x["positions"], config.sliding_window), x
+        y = attend_to_cache(
+            q, keys, values, x["positions"], config.sliding_window, config.attention_scale
+        )
+        return y, x
 
     x, state = _run_layers(config, options, attend, state, layers, others, last, positions)
     return _append(options, state, decoder_logits(config, others, x)[:, 0])
@@ -293,7 +298,12 @@ def _write_caches(x: Params, k: jax.Array, v: jax.Array) -> Params:
 
 
 def attend_to_cache(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, window: int | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    scale: float,
 ) -> jax.Array:
     """Return the attention of queries to the slots up to their positions.
 
@@ -304,6 +314,7 @@ def attend_to_cache(
         positions: the positions [N, T] of the queries.
         window: the number of slots, up to that of its position, that a query attends to. None means
             all.
+        scale: factor of the scores.
 
     Returns:
         [N, T, H, D].
@@ -315,7 +326,7 @@ def attend_to_cache(
     seen = distance >= 0
     if window is not None:
         seen &= distance < window
-    scores = jnp.where(seen[:, None, None], scores * q.shape[3] ** -0.5, -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores * scale, -jnp.inf)
     weights = jax.nn.softmax(scores, -1).astype(v.dtype)
     y = jnp.einsum("nkgts,nskd->ntkgd", weights, v, preferred_element_type=wide)
     return y.reshape(q.shape).astype(q.dtype)

@@ -39,6 +39,7 @@ def dot_product_attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     block_size: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -56,6 +57,8 @@ def dot_product_attention(
         window: the number of tokens that a token attends to, itself and those just before it. Needs
             `causal`. None means all.
         scale: factor of the scores. By default 1 / sqrt(D).
+        softcap: the bound of the scores: a scaled score s becomes ``softcap * tanh(s / softcap)``.
+            None means no bound.
         block_size: number of tokens of a block of "xla". By default the largest power of two from
             128 up whose scores (N × H × block²) take at most 16 MiB in float32; 128 if even these
             take more. At most T.
@@ -64,10 +67,10 @@ def dot_product_attention(
             * "xla": a loop over pairs of blocks, on every platform. Pairs that `causal` or `window`
               exclude are left out. The backward pass recomputes the scores; kept for it are q, k,
               v, the result and logsumexp(scores) [N, T, H].
-            * "cudnn": `jax.nn.dot_product_attention`, on NVIDIA GPUs, for bfloat16 and float16.
-              With `segment_ids` it reads a mask [N, 1, T, T] of the dtype of q. None selects it
-              wherever it is supported and this mask takes at most 256 MiB. Its gradients may differ
-              in the last bits from run to run, unless XLA_FLAGS has
+            * "cudnn": `jax.nn.dot_product_attention`, on NVIDIA GPUs, for bfloat16 and float16,
+              without `softcap`. With `segment_ids` it reads a mask [N, 1, T, T] of the dtype of q.
+              None selects it wherever it is supported and this mask takes at most 256 MiB. Its
+              gradients may differ in the last bits from run to run, unless XLA_FLAGS has
               ``--xla_gpu_deterministic_ops=true``.
             * "splash": the Pallas kernel of JAX, on TPUs, for T a multiple of 128 and D of 64. None
               selects it on one TPU, and inside ``jax.shard_map`` with ``check_vma=False``. jit
@@ -101,13 +104,15 @@ def dot_product_attention(
     if scale is None:
         scale = max(q.shape[3], 1) ** -0.5
     scale = as_number("scale", scale, math.isfinite, "finite")
+    if softcap is not None:
+        softcap = as_number("softcap", softcap, lambda cap: 0 < cap < math.inf, "positive, finite")
     check_choice("implementation", implementation, None, *IMPLEMENTATIONS)
     if block_size is None:
         block_size = _default_block(q)
     block_size = min(as_integer("block_size", block_size, 1), q.shape[1])
     if not q.size:
         return q
-    options = _Options(causal, window, scale, block_size)
+    options = _Options(causal, window, scale, block_size, softcap)
     if implementation is None:
         implementation = _select(options, q, k, v, segment_ids)
     attend = IMPLEMENTATIONS[implementation]
@@ -125,6 +130,7 @@ class _Options(NamedTuple):
     window: int | None
     scale: float
     block_size: int
+    softcap: float | None = None
 
 
 def _check(q: Any, k: Any, v: Any, segment_ids: Any) -> tuple:
@@ -163,7 +169,7 @@ def _default_block(q: jax.Array) -> int:
 def _select(options: _Options, q, k, v, segment_ids) -> str:
     """Return the best implementation; while tracing, because others cannot be traced everywhere."""
     args = options, q, k, v, segment_ids
-    if traced_platform() == "cuda" and q.dtype.itemsize == 2:
+    if traced_platform() == "cuda" and q.dtype.itemsize == 2 and options.softcap is None:
         n, t = known_sizes(*q.shape[:2])
         fits = segment_ids is None or n * t**2 * q.dtype.itemsize <= MASK_BYTES
         if fits and not is_wrong("dot_product_attention", q.dtype):
@@ -200,6 +206,8 @@ def _can_trace(attend: Callable, options: _Options, *arrays) -> bool:
 # The loop. With s = scale * q @ k.T, p = exp(s - logsumexp(s)), y = p @ v, and g the gradient of y:
 #   dv = p.T @ g    dp = g @ v.T    ds = p * (dp - sum(g * y))    dq = scale * ds @ k
 #   dk = scale * ds.T @ q
+# With a soft cap c, s = c * tanh(r / c) of r = scale * q @ k.T, and ds is multiplied by
+# ds/dr = 1 - (s / c)^2.
 # Both passes visit the same pairs of a block of queries and a block of keys. All pairs of one block
 # of queries follow each other, so that its sums are complete when the next block begins.
 #
@@ -264,8 +272,14 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple, batch: tuple) -> jax.Array
 
 
 def _block_scores(options: _Options, blocks: _Blocks, q, k, segment_ids, queries, keys):
-    """Return the scores [N, K, block, G, block] of q [N, block, K, G, D] and k [N, block, K, D]."""
-    scores = _dot(q, k, ((4,), (3,)), ((0, 2), (0, 2))) * options.scale
+    """Return the scores [N, K, block, G, block] of q [N, block, K, G, D] and k [N, block, K, D].
+
+    The second result is their derivative by the scores before the soft cap; None without one.
+    """
+    scores, slope = _dot(q, k, ((4,), (3,)), ((0, 2), (0, 2))) * options.scale, None
+    if options.softcap is not None:
+        share = jnp.tanh(scores / options.softcap)
+        scores, slope = options.softcap * share, 1 - jnp.square(share)
     rows = queries[0] + jnp.arange(blocks.size)[:, None]
     columns = keys[0] + jnp.arange(blocks.size)
     seen = jnp.ones((blocks.size, blocks.size), bool)
@@ -279,7 +293,7 @@ def _block_scores(options: _Options, blocks: _Blocks, q, k, segment_ids, queries
     if segment_ids is not None:
         rows, columns = (blocks.take(segment_ids, b[0], 1) for b in (queries, keys))
         seen &= rows[:, :, None] == columns[:, None]
-    return jnp.where(seen[:, None, :, None], scores, MASKED)
+    return jnp.where(seen[:, None, :, None], scores, MASKED), slope
 
 
 def _group(q: jax.Array, k: jax.Array) -> jax.Array:
@@ -305,7 +319,7 @@ def _forward(options: _Options, q, k, v, segment_ids):
             blocks.take(grouped, queries[0], 1),
             [blocks.take(a, keys[0], 1) for a in (k, v)],
         )
-        s = _block_scores(options, blocks, q_block, k_block, segment_ids, queries, keys)
+        s, _ = _block_scores(options, blocks, q_block, k_block, segment_ids, queries, keys)
         total, sums = jnp.where(is_new, 0, total), jnp.where(is_new, 0, sums)
         high = jnp.where(is_new, MASKED, high)
         # The maximum of all scores so far. If all were masked, the sums are of masked keys; the
@@ -348,10 +362,11 @@ def _backward(options: _Options, residuals, g):
         q_block, g_block = (blocks.take(a, queries[0], 1) for a in (grouped, g))
         k_block, v_block = (blocks.take(a, keys[0], 1) for a in (k, v))
         z_block, delta_block = (blocks.take(a, queries[0], 2)[..., None] for a in (z, delta))
-        s = _block_scores(options, blocks, q_block, k_block, segment_ids, queries, keys)
+        s, slope = _block_scores(options, blocks, q_block, k_block, segment_ids, queries, keys)
         p = jnp.exp(s - z_block)
         dp = _dot(g_block, v_block, ((4,), (3,)), ((0, 2), (0, 2)))
-        ds = (p * (dp - delta_block) * options.scale).astype(q.dtype)
+        ds = p * (dp - delta_block) * options.scale
+        ds = (ds if slope is None else ds * slope).astype(q.dtype)
         more = _dot(ds, k_block, ((4,), (1,)), ((0, 1), (0, 2)))  # [N, K, block, G, D]
         sums = jnp.where(is_new, 0, sums) + more
         dq = _write(dq, jnp.moveaxis(sums, 1, 2), queries[0], 1)
@@ -380,6 +395,10 @@ _attend_xla.defvjp(_forward, _backward)
 
 
 def _attend_cudnn(options: _Options, q, k, v, segment_ids) -> jax.Array:
+    if options.softcap is not None:
+        raise ValueError(
+            f'implementation="cudnn" does not support `softcap` (={options.softcap}). Use "xla".'
+        )
     return jax.nn.dot_product_attention(
         q, k, v, mask=_mask(segment_ids), scale=options.scale, is_causal=options.causal,
         implementation="cudnn", local_window_size=_local_window(options),
@@ -390,7 +409,7 @@ def _attend_tokamax(options: _Options, q, k, v, segment_ids) -> jax.Array:
     tokamax: Any = importlib.import_module("tokamax")
     return tokamax.dot_product_attention(
         q, k, v, mask=_mask(segment_ids), scale=options.scale, is_causal=options.causal,
-        local_window_size=_local_window(options),
+        local_window_size=_local_window(options), logits_soft_cap=options.softcap,
     )  # fmt: skip
 
 
@@ -433,8 +452,9 @@ def _attend_splash(options: _Options, q, k, v, segment_ids) -> jax.Array:
         block_kv_dkv_compute=size, block_q_dq=size, block_kv_dq=size,
     )  # fmt: skip
     kernel: Any = splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([mask] * h), block_sizes=sizes, interpret=traced_platform() != "tpu"
-    )
+        splash.MultiHeadMask([mask] * h), block_sizes=sizes, interpret=traced_platform() != "tpu",
+        attn_logits_soft_cap=options.softcap,
+    )  # fmt: skip
 
     def attend_one(q, k, v, ids):
         ids = None if ids is None else splash.SegmentIds(ids, ids)

@@ -28,6 +28,7 @@ def linear_cross_entropy(
     where: jax.Array | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     chunk_size: int | None = None,
     transposed: bool = False,
     precision: Any = None,
@@ -52,6 +53,8 @@ def linear_cross_entropy(
         label_smoothing: the share in [0, 1] of the target that is spread over the vocabulary, as in
             `optax.smooth_labels`.
         z_loss: weight of the square of logsumexp, which keeps it near 0.
+        softcap: the bound of the logits, which become ``softcap * tanh(logits / softcap)``. None
+            means no bound.
         chunk_size: number of columns per slice. By default the logits of a slice take 64 MiB in
             float32, or a slice has D columns if that is more.
         transposed: whether the kernel is [V, D], as an embedding is, or the weight of a linear
@@ -79,12 +82,15 @@ def linear_cross_entropy(
     vocab_size, width = kernel.shape[vocab_axis], x.shape[-1]
     if chunk_size is None:
         chunk_size = _default_chunk(math.prod(known_sizes(*labels.shape)), width)
+    if softcap is not None:
+        softcap = as_number("softcap", softcap, lambda cap: 0 < cap < math.inf, "positive, finite")
     static = _Static(
         min(as_integer("chunk_size", chunk_size, 1), vocab_size),
         as_number("label_smoothing", label_smoothing, lambda a: 0 <= a <= 1, "in [0, 1]"),
         as_number("z_loss", z_loss, lambda z: 0 <= z < math.inf, "at least 0 and finite"),
         as_precision(precision),
         vocab_axis,
+        softcap,
     )
 
     def run(x, kernel, bias, labels, mask):
@@ -102,6 +108,7 @@ class _Static(NamedTuple):
     z_loss: float
     precision: Any
     vocab_axis: int  # of the kernel
+    softcap: float | None
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
         """Contract these axes of a and b, accumulating in float32 or wider."""
@@ -128,6 +135,8 @@ class _Static(NamedTuple):
         logits = self.dot(x, columns, ((x.ndim - 1,), (1 - axis,)))  # [..., size]
         if bias is not None:
             logits += lax.dynamic_slice_in_dim(bias, start, size).astype(logits.dtype)
+        if self.softcap is not None:
+            logits = self.softcap * jnp.tanh(logits / self.softcap)
         indices = (start + jnp.arange(size)).astype(labels.dtype)
         return columns, logits, labels[..., None] == indices
 
@@ -143,6 +152,7 @@ class _Static(NamedTuple):
 # With p = softmax(logits), g the gradient of a token's loss, and z = logsumexp(logits):
 #   dlogits = p * g * (1 + 2 * z_loss * z) - targets * g
 #   dx = dlogits @ kernel.T    dkernel = x.T @ dlogits    dbias = sum(dlogits)
+# With a soft cap c, logits = c * tanh(r / c), and dlogits is multiplied by 1 - (logits / c)^2.
 # dx is a sum over slices. dkernel and dbias of a slice are complete, and are written once.
 
 
@@ -178,6 +188,8 @@ def _backward(static: _Static, residuals, g):
         columns, logits, is_label = static.slice_logits(x, kernel, bias, labels, start, size)
         dlogits = jnp.exp(logits - z[..., None]) * dz[..., None]
         dlogits -= static.weigh_by_target(g[..., None], is_label, vocab_size)
+        if static.softcap is not None:
+            dlogits *= 1 - jnp.square(logits / static.softcap)
         if dbias is not None:
             dbias = _write_slice(dbias, jnp.sum(dlogits, tokens), start, 0)
         dlogits = dlogits.astype(x.dtype)

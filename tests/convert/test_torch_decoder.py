@@ -43,7 +43,7 @@ def test_transformers_reads_our_configuration(name, tmp_path):
     assert shapes == decoders.checkpoint_shapes(config)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", sorted({c["model_type"] for c in decoders.CONFIGS.values()}))
 def test_defaults_of_missing_keys(model_type):
     """A config.json without optional keys has the defaults of transformers."""
     sizes = dict(decoders.SIZES, num_attention_heads=32, hidden_size=64)

@@ -143,7 +143,7 @@ def test_gradient_of_the_mlp(x64, rate):
     def apply(*arrays):
         *params, gate, up = arrays
         params = {f"mlp.down_proj.{name}": a for name, a in zip(names, params, strict=True)}
-        return decoder._apply_gated(decoder.Lora(0.5, rate), params, gate, up, key)
+        return decoder._apply_gated(decoder.Lora(0.5, rate), "silu", params, gate, up, key)
 
     def formula(weight, bias, a, b, gate, up):
         h = jax.nn.silu(gate) * up
@@ -348,6 +348,32 @@ def test_settings_are_json():
             dataclasses.replace(config, other_settings=text)
 
 
+@pytest.mark.parametrize(
+    ("settings", "want"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "torch.float16"}, "float16"),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, "bfloat16"),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"dtype": "auto"}, "float32"),
+        ({}, "float32"),
+    ],
+)
+def test_forms_of_the_dtype(settings, want):
+    assert DecoderConfig.from_json(CONFIGS["llama2"] | settings).dtype == want
+
+
+def test_dropout_of_config_json_is_refused_in_training():
+    config = DecoderConfig.from_json(CONFIGS["llama2"] | {"attention_dropout": 0.1})
+    layers, others = jax.eval_shape(lambda: init_decoder(config, jax.random.key(0)))
+    embed, layer, _ = decoder_functions(config)
+    x = jax.eval_shape(embed, others, {"tokens": jnp.asarray(INPUTS)})
+    params = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in layers.items()}
+    assert jax.eval_shape(layer, params, x) == x  # nothing is dropped without a key
+    with pytest.raises(ValueError, match=r"`attention_dropout` \(=0.1\) .* Set it to 0"):
+        jax.eval_shape(layer, params, x, jax.random.key(0))
+
+
 def test_rejects_unknown_attention():
     with pytest.raises(ValueError, match="`attention` .='flash'. must be"):
         decoder_functions(config_of("llama2"), attention="flash")
@@ -367,7 +393,7 @@ def test_llama3_scaling():
         ("llama2", {"model_type": "gemma"}, r"`model_type` \(='gemma'\) .* \"llama\", \"mistral\""),
         ("llama2", {"hidden_size": None}, "lacks `hidden_size`"),
         ("llama2", {"hidden_act": "gelu"}, r"`hidden_act` \(='gelu'\) .* must be 'silu'"),
-        ("llama2", {"attention_dropout": 0.1}, "`attention_dropout`"),
+        ("llama2", {"attention_dropout": 1}, r"`attention_dropout` \(=1\) must be in \[0, 1\)"),
         ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config`"),
         ("llama2", {"num_key_value_heads": 3}, r"`num_key_value_heads` \(=3\) must divide"),
         ("llama2", {"head_dim": 5}, r"`head_dim` \(=5\) must be even"),
@@ -388,7 +414,7 @@ def test_llama3_scaling():
         ("llama2", {"rms_norm_eps": 10**400}, "invalid"),
         ("llama2", {"tie_word_embeddings": "false"}, "`tie_word_embeddings` must be a bool"),
         ("llama2", {"mlp_bias": 1}, "`mlp_bias` must be a bool"),
-        ("llama2", {"torch_dtype": "auto"}, r"`dtype` \(='auto'\) must be a floating-point dtype"),
+        ("llama2", {"torch_dtype": "int8"}, r"`dtype` \(='int8'\) must be a floating-point dtype"),
         ("llama2", {"initializer_range": "0.02"}, "`initializer_range` must be a number"),
         ("llama2", {"num_attention_heads": 3}, r"`num_attention_heads` \(=3\) must divide"),
         ("llama2", {"rope_theta": "1e4"}, "`rope_theta` must be a number"),

@@ -22,7 +22,7 @@ from ...models import (
     init_decoder_layer,
     init_decoder_others,
 )
-from ...models.decoder import Params
+from ...models.decoder import Params, check_dropout
 from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
 from ..optimizers import make_optimizer, make_schedule
@@ -80,7 +80,14 @@ def make_learner(
         model: The model, with the dtype of the parameters.
         mesh: The devices.
         loss: The loss in place of the cross entropy.
+
+    Raises:
+        TrainError: config.json has dropout, which is not supported in training.
     """
+    try:
+        check_dropout(model)
+    except ValueError as error:
+        raise TrainError(str(error)) from error
     lora = isinstance(config, FinetuneConfig)
     return DecoderLearner(
         model=model, optimizer=_make_optimizer(config), mesh=mesh, dtype=config.dtype,
