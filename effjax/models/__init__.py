@@ -3,7 +3,9 @@
 from .._names import list_public as _list_public
 from .decoder import DecoderConfig as DecoderConfig
 from .decoder import DecoderFunctions as DecoderFunctions
+from .decoder import LinearRopeScaling as LinearRopeScaling
 from .decoder import Llama3RopeScaling as Llama3RopeScaling
+from .decoder import LongRopeScaling as LongRopeScaling
 from .decoder import decoder_functions as decoder_functions
 from .decoder import decoder_layer_keys as decoder_layer_keys
 from .decoder import decoder_logits as decoder_logits

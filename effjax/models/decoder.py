@@ -96,10 +96,30 @@ BIASES = "attention_bias", "mlp_bias"
 GRANITE_FACTORS = (
     "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
 )  # fmt: skip
+SOFT_CAPS = "attn_logit_softcapping", "final_logit_softcapping"
+GEMMA_OPTIONS = (
+    "attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", *SOFT_CAPS,
+)  # fmt: skip
 # Keys of config.json that some families have. The others must have the default of the field.
-OPTIONS = (*BIASES, "sliding_window", *GRANITE_FACTORS)
+OPTIONS = (
+    *BIASES, *GRANITE_FACTORS, *GEMMA_OPTIONS, "no_rope_layers", "partial_rotary_factor",
+    "rope_local_base_freq",
+)  # fmt: skip
 # Of these, null in config.json is a value.
-NULLABLE = ("sliding_window",)
+NULLABLE = ("sliding_window", *SOFT_CAPS)
+SLIDING, FULL = "sliding_attention", "full_attention"  # in `layer_types`
+GEMMA_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+    "sliding_window": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA: dict[str, Any] = {
+    "norms": _Norms(
+        "input_layernorm", "post_attention_layernorm",
+        "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),
+    "norm_offset": 1.0, "activation": "gelu_pytorch_tanh", "activation_key": "hidden_activation",
+    "scales_embedding": True,
+}  # fmt: skip
 _FAMILIES = {
     "llama": _Family("LlamaForCausalLM", BIASES),
     "mistral": _Family(
@@ -113,6 +133,28 @@ _FAMILIES = {
     ),
     "granite": _Family(
         "GraniteForCausalLM", (*BIASES, *GRANITE_FACTORS), {"attention_multiplier": 1.0}
+    ),
+    "smollm3": _Family(
+        "SmolLM3ForCausalLM", (*BIASES, "no_rope_layers"),
+        {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+    ),
+    "olmo2": _Family(
+        "Olmo2ForCausalLM", ("attention_bias",), {"rms_norm_eps": 1e-5}, qk_norm="all",
+        norms=_Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ),
+    "phi3": _Family(
+        "Phi3ForCausalLM", ("sliding_window", "partial_rotary_factor"), {"rms_norm_eps": 1e-5},
+        is_fused=True,
+    ),
+    "gemma2": _Family(
+        "Gemma2ForCausalLM", GEMMA_OPTIONS,
+        GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        **GEMMA,
+    ),
+    "gemma3_text": _Family(
+        "Gemma3ForCausalLM", (*GEMMA_OPTIONS, "rope_local_base_freq"),
+        GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        qk_norm="head", **GEMMA,
     ),
 }  # fmt: skip
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
@@ -140,11 +182,54 @@ class Llama3RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearRopeScaling:
+    """Division of all rotary frequencies by a factor."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _as_positive("factor", self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """Scaling of the rotary frequencies of Phi 3 and 4; the names are config.json's.
+
+    Attributes:
+        short_factor: divisors of the frequencies, for rows of at most
+            `original_max_position_embeddings` positions.
+        long_factor: those for longer rows.
+        original_max_position_embeddings: the longest row with short factors. The length of a row is
+            that of its arrays, and in generation the prompts with `max_new_tokens`.
+        attention_factor: factor of the rotated queries and keys.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            factors = tuple(_as_positive(name, factor) for factor in getattr(self, name))
+            object.__setattr__(self, name, factors)
+        for name in ("original_max_position_embeddings", "attention_factor"):
+            _as_positive(name, getattr(self, name))
+
+
+RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling
+_SCALINGS: dict[str, type[RopeScaling]] = {
+    "llama3": Llama3RopeScaling, "linear": LinearRopeScaling, "longrope": LongRopeScaling,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Configuration of a decoder; the names are those of a checkpoint's config.json.
 
     Attributes:
-        model_type: the family: "llama", "mistral", "qwen2", "qwen3" or "granite".
+        model_type: the family: "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2",
+            "phi3", "gemma2" or "gemma3_text".
         vocab_size, hidden_size, intermediate_size, num_hidden_layers: sizes.
         num_attention_heads: heads of queries; `num_key_value_heads` divides it.
         num_key_value_heads: heads of keys and values.
@@ -152,11 +237,22 @@ class DecoderConfig:
         rms_norm_eps: the epsilon of all norms.
         rope_theta: base of the rotary frequencies.
         rope_scaling: their scaling. None means none.
-        sliding_window: of mistral: number of positions that a token attends to, its own included.
-            None means all earlier ones and itself.
-        attention_bias: of llama, qwen3 and granite: whether the linear layers of attention have
-            biases. Queries, keys and values of qwen2 always have them.
-        mlp_bias: of llama and granite: whether the linear layers of the MLP have biases.
+        sliding_window: of mistral, phi3 and gemma: number of positions that a token attends to, its
+            own included. None means all earlier ones and itself.
+        layer_types: of gemma: "sliding_attention" or "full_attention" for each layer. None means
+            windows in all layers, if there is a `sliding_window`.
+        no_rope_layers: of smollm3: for each layer 1, or 0 if nothing is rotated in it. None means
+            that all rotate.
+        partial_rotary_factor: of phi3: the share of the channels of a head that is rotated, the
+            first ones.
+        rope_local_base_freq: of gemma3_text: base of the rotary frequencies in layers with a
+            window, where they are not scaled. None means `rope_theta`.
+        attention_bias: of llama, qwen3, granite, smollm3, olmo2 and gemma: whether the linear
+            layers of attention have biases. Queries, keys and values of qwen2 always have them.
+        mlp_bias: of llama, granite and smollm3: whether the linear layers of the MLP have biases.
+        query_pre_attn_scalar: of gemma: the scores are divided by its root. None means `head_dim`.
+        attn_logit_softcapping, final_logit_softcapping: of gemma: bounds c of the scores and of the
+            logits, which become c * tanh(s / c). None means no bound.
         embedding_multiplier, residual_multiplier: of granite: factors of the embeddings, and of the
             results of attention and MLP.
         attention_multiplier: of granite: factor of the scores. None means 1 / sqrt(head_dim).
@@ -183,10 +279,17 @@ class DecoderConfig:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: Llama3RopeScaling | None = None
+    rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None = None
+    partial_rotary_factor: float = 1.0
+    rope_local_base_freq: float | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    query_pre_attn_scalar: int | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     residual_multiplier: float = 1.0
@@ -213,14 +316,15 @@ class DecoderConfig:
         check_instance(
             "rope_scaling",
             self.rope_scaling,
-            Llama3RopeScaling | None,
-            "a Llama3RopeScaling or None",
+            RopeScaling | None,
+            "a Llama3RopeScaling, LinearRopeScaling, LongRopeScaling or None",
         )
         if self.sliding_window is not None:
             self._set("sliding_window", as_integer("sliding_window", self.sliding_window, 1))
         for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
             self._set(name, as_bool(name, getattr(self, name)))
         self._check_options(family)
+        self._check_rotary()
         self._set("dtype", as_dtype("dtype", self.dtype).name)
         settings = _parse_settings(self.other_settings)
         if (deviation := settings.get("initializer_range")) is not None:
@@ -231,13 +335,29 @@ class DecoderConfig:
 
     def _check_options(self, family: "_Family") -> None:
         """Check and complete the fields that only some families have."""
-        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
-            self._set(name, _as_positive(name, getattr(self, name)))
-        if "attention_multiplier" in family.options and self.attention_multiplier is None:
-            self._set("attention_multiplier", self.head_dim**-0.5)
-        if self.attention_multiplier is not None:
-            factor = _as_positive("attention_multiplier", self.attention_multiplier)
-            self._set("attention_multiplier", factor)
+        neutral = {
+            "attention_multiplier": self.head_dim**-0.5,
+            "query_pre_attn_scalar": self.head_dim,
+            "rope_local_base_freq": self.rope_theta,
+            "layer_types": (FULL if self.sliding_window is None else SLIDING,)
+            * self.num_hidden_layers,
+            "no_rope_layers": (1,) * self.num_hidden_layers,
+        }
+        for name, value in neutral.items():
+            if name in family.options and getattr(self, name) is None:
+                self._set(name, value)
+        numbers = (
+            *GRANITE_FACTORS, *SOFT_CAPS, "rope_local_base_freq", "partial_rotary_factor",
+        )  # fmt: skip
+        for name in numbers:
+            if (value := getattr(self, name)) is not None:
+                self._set(name, _as_positive(name, value))
+        if (divisor := self.query_pre_attn_scalar) is not None:
+            self._set("query_pre_attn_scalar", as_integer("query_pre_attn_scalar", divisor, 1))
+        self._check_layers("layer_types", (SLIDING, FULL))
+        self._check_layers("no_rope_layers", (0, 1))
+        if SLIDING in (self.layer_types or ()) and self.sliding_window is None:
+            raise ValueError(f"`layer_types` has {SLIDING!r}, which needs a `sliding_window`.")
         for field in dataclasses.fields(self):
             # `to_json` cannot write it: transformers would run another network.
             is_missing = field.name in OPTIONS and field.name not in family.options
@@ -245,6 +365,34 @@ class DecoderConfig:
                 raise ValueError(
                     f"`{field.name}` (={value}) is not supported by {self.model_type}."
                 )
+
+    def _check_rotary(self) -> None:
+        width = self.rotary_dim
+        if self.partial_rotary_factor > 1 or not width or width % 2:
+            raise ValueError(
+                f"`partial_rotary_factor` (={self.partial_rotary_factor}) must be at most 1 and "
+                f"rotate an even number of the channels of a head (={self.head_dim})."
+            )
+        if isinstance(self.rope_scaling, LongRopeScaling):
+            for name in ("short_factor", "long_factor"):
+                if (count := len(getattr(self.rope_scaling, name))) != width // 2:
+                    raise ValueError(
+                        f"`{name}` must have {width // 2} numbers, one for each pair of rotated "
+                        f"channels, not {count}."
+                    )
+
+    def _check_layers(self, name: str, choices: tuple[Any, ...]) -> None:
+        """Check a field with a value for each layer, and make it a tuple."""
+        if (values := getattr(self, name)) is None:
+            return
+        count = self.num_hidden_layers
+        is_list = isinstance(values, (list, tuple))
+        if not is_list or len(values) != count or not all(v in choices for v in values):
+            known = " or ".join(map(repr, choices))
+            raise ValueError(
+                f"`{name}` (={values!r:.80}) must have {known} for each of the {count} layers."
+            )
+        self._set(name, tuple(values))
 
     def _set(self, name: str, value: Any) -> None:
         """Replace a NumPy scalar, which `to_json` cannot write, in a frozen dataclass."""
@@ -274,9 +422,16 @@ class DecoderConfig:
         settings = json.loads(fields.pop("other_settings"))
         for name in set(OPTIONS) - {*family.options}:
             del fields[name]
-        if self.rope_scaling is not None:
-            scaling = dataclasses.asdict(self.rope_scaling)
-            fields["rope_scaling"] = {"rope_type": "llama3", **scaling}
+        fields = {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
+        if (scaling := self.rope_scaling) is not None:
+            kind = next(kind for kind, form in _SCALINGS.items() if isinstance(scaling, form))
+            values = dataclasses.asdict(scaling)
+            values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+            fields["rope_scaling"] = {"rope_type": kind, **values}
+        if isinstance(scaling, LongRopeScaling) and self.model_type == "phi3":
+            # transformers prefers this key to that of `rope_scaling`.
+            original = scaling.original_max_position_embeddings
+            settings["original_max_position_embeddings"] = original
         fields["torch_dtype"] = fields.pop("dtype")
         names = {
             "architectures": [family.architecture],
@@ -297,12 +452,33 @@ class DecoderConfig:
     @property
     def attention_scale(self) -> float:
         """The factor of the scores of attention."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar**-0.5
         return self.attention_multiplier or self.head_dim**-0.5
 
     @property
     def embedding_scale(self) -> float:
         """The factor of the embeddings."""
-        return self.embedding_multiplier
+        root = math.sqrt(self.hidden_size)
+        return root if _FAMILIES[self.model_type].scales_embedding else self.embedding_multiplier
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of channels of a head that are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The number of positions that a token attends to, in each layer; None for all."""
+        if self.layer_types is None:
+            return (self.sliding_window,) * self.num_hidden_layers
+        return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
+
+    @property
+    def layers_differ(self) -> bool:
+        """True if layers have different windows or rotary frequencies."""
+        by_layer = self.layer_types or (), self.no_rope_layers or ()
+        return any(len({*kinds}) > 1 for kinds in by_layer)
 
 
 def _family(model_type: Any) -> _Family:
@@ -357,6 +533,7 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
         fields[name] = as_integer(name, settings.pop(name), 1)
     heads = fields["num_attention_heads"]
     values = {**family.defaults, **{n: v for n, v in settings.items() if v is not None}}
+    values = _default_layers(model_type, fields["num_hidden_layers"], values) | values
     fields["num_key_value_heads"] = values.get("num_key_value_heads", heads)
     if "head_dim" in values:
         fields["head_dim"] = values["head_dim"]
@@ -367,7 +544,9 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
                 f"`num_attention_heads` (={heads}) must divide `hidden_size` "
                 f"(={fields['hidden_size']}), because config.json lacks `head_dim`."
             )
-    names = "rms_norm_eps", "tie_word_embeddings", *family.options
+    fields |= _parse_rope(family, settings)
+    # Those of rotary embeddings may be in `rope_parameters`, too.
+    names = [n for n in ("rms_norm_eps", "tie_word_embeddings", *family.options) if n not in fields]
     for name in names:
         if name in NULLABLE and name in settings:
             fields[name] = settings[name]
@@ -376,7 +555,6 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
     fields["dtype"] = _parse_dtype(values)
     for name in ("num_key_value_heads", "head_dim", "dtype", "torch_dtype", *names):
         settings.pop(name, None)
-    fields |= _parse_rope(settings)
     for name in ("architectures", "hidden_act", "hidden_activation"):  # written by `to_json`
         settings.pop(name, None)
     return DecoderConfig(**fields, other_settings=json.dumps(settings, sort_keys=True))
@@ -393,37 +571,78 @@ def _parse_dtype(settings: Mapping[str, Any]) -> Any:
     return "float32" if dtype in (None, "auto") else dtype
 
 
-def _parse_rope(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return `rope_theta` and `rope_scaling`, from the keys of transformers 4 or 5."""
+def _default_layers(model_type: str, count: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values for each layer that config.json may lack."""
+    if model_type == "smollm3":
+        every = as_integer("no_rope_layer_interval", values.get("no_rope_layer_interval", 4), 1)
+        return {"no_rope_layers": [int((i + 1) % every != 0) for i in range(count)]}
+    if model_type.startswith("gemma"):
+        every = 2
+        if model_type == "gemma3_text":
+            every = as_integer("sliding_window_pattern", values.get("sliding_window_pattern", 6), 1)
+        return {"layer_types": [SLIDING if (i + 1) % every else FULL for i in range(count)]}
+    return {}
+
+
+def _parse_rope(family: _Family, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of rotary embeddings, from the keys of transformers 4 or 5."""
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = settings.pop(name, None)
         if not isinstance(value, Mapping | None):
             raise ValueError(f"`{name}` of config.json must be an object, not {describe(value)}.")
         rope |= value or {}
-    theta = settings.pop("rope_theta", None)
-    theta = rope.get("rope_theta", theta)
-    fields: dict[str, Any] = {}
-    if theta is not None:
-        fields["rope_theta"] = theta
+    named = {n: settings.pop(n, None) for n in ("rope_theta", "rope_local_base_freq")}
+    named["partial_rotary_factor"] = settings.pop("partial_rotary_factor", None)
+    if "rope_local_base_freq" in family.options:
+        local, rope = rope.pop(SLIDING, None) or {}, rope | (rope.pop(FULL, None) or {})
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(f'`rope_type` of {SLIDING} in config.json must be "default".')
+        named["rope_local_base_freq"] = local.get("rope_theta", named["rope_local_base_freq"])
+    elif (value := named.pop("rope_local_base_freq")) is not None:
+        settings["rope_local_base_freq"] = value  # an unused key
+    for name in ("rope_theta", "partial_rotary_factor"):
+        named[name] = rope.get(name, named[name])
+    fields = {
+        name: family.defaults.get(name) if value is None else value for name, value in named.items()
+    }
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if any(isinstance(value, dict) for value in rope.values()):
         kind = "one for each type of layer"
-    if rope.get("partial_rotary_factor", 1) != 1:
+    is_partial = fields["partial_rotary_factor"] not in (None, 1)
+    if is_partial and "partial_rotary_factor" not in family.options:
         kind = f"{kind} with partial_rotary_factor"
-    if kind == "llama3":
-        rope.setdefault("original_max_position_embeddings", settings.get("max_position_embeddings"))
-        names = [f.name for f in dataclasses.fields(Llama3RopeScaling)]
-        for name in names:
-            if rope.get(name) is None:
-                raise ValueError(f"The llama3 scaling of config.json lacks `{name}`.")
-        fields["rope_scaling"] = Llama3RopeScaling(*(rope[name] for name in names))
-    elif kind != "default":
+    fields["rope_scaling"] = _parse_scaling("longrope" if kind == "su" else kind, rope, settings)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _parse_scaling(
+    kind: str, rope: dict[str, Any], settings: Mapping[str, Any]
+) -> RopeScaling | None:
+    """Return the scaling of rotary frequencies of a `rope_type`."""
+    if kind == "default":
+        return None
+    if kind not in _SCALINGS:
+        known = ", ".join(f'"{name}"' for name in ("default", *_SCALINGS))
         raise ValueError(
-            f'`rope_type` (={kind!r:.80}) of config.json must be "default" or "llama3"; others are '
-            "not supported."
+            f"`rope_type` (={kind!r:.80}) of config.json must be one of {known}; others are not "
+            "supported."
         )
-    return fields
+    longest = settings.get("max_position_embeddings")
+    original = rope.get("original_max_position_embeddings", longest)
+    if kind == "longrope":
+        original = settings.get("original_max_position_embeddings", original)
+        if rope.get("attention_factor") is None:
+            factor = rope.get("factor")
+            factor = longest / original if factor is None else factor
+            root = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+            rope["attention_factor"] = root
+    rope["original_max_position_embeddings"] = original
+    names = [f.name for f in dataclasses.fields(_SCALINGS[kind])]
+    for name in names:
+        if rope.get(name) is None:
+            raise ValueError(f"The {kind} scaling of config.json lacks `{name}`.")
+    return _SCALINGS[kind](*(rope[name] for name in names))
 
 
 def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
@@ -432,10 +651,10 @@ def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
     supported: dict[str, Any] = {
         "hidden_act": family.activation,
         "hidden_activation": family.activation,
-        "partial_rotary_factor": 1,
         "quantization_config": None,
+        "use_bidirectional_attention": False,
     }
-    if model_type.startswith("qwen"):
+    if model_type.startswith("qwen") or model_type == "smollm3":
         supported["use_sliding_window"] = False
     for name, value in supported.items():
         if settings.get(name) not in (None, value):
@@ -443,7 +662,7 @@ def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
                 f"`{name}` (={settings[name]!r:.80}) of config.json must be {value!r}; other "
                 "values are not supported."
             )
-    if "sliding_attention" in (settings.get("layer_types") or ()):
+    if "layer_types" not in family.options and SLIDING in (settings.get("layer_types") or ()):
         raise ValueError('`layer_types` of config.json must all be "full_attention".')
 
 
@@ -463,18 +682,26 @@ def decoder_shapes(config: DecoderConfig) -> tuple[Params, Params]:
     width, hidden = config.hidden_size, config.intermediate_size
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
-    linear = {  # [out, in], and whether there is a bias
-        "self_attn.q_proj": ((heads, width), config.has_qkv_bias),
-        "self_attn.k_proj": ((kv_heads, width), config.has_qkv_bias),
-        "self_attn.v_proj": ((kv_heads, width), config.has_qkv_bias),
-        "self_attn.o_proj": ((width, heads), config.attention_bias),
-        "mlp.gate_proj": ((hidden, width), config.mlp_bias),
-        "mlp.up_proj": ((hidden, width), config.mlp_bias),
-        "mlp.down_proj": ((width, hidden), config.mlp_bias),
-    }
+    family = _FAMILIES[config.model_type]
+    if family.is_fused:
+        linear = {  # [out, in], and whether there is a bias
+            "self_attn.qkv_proj": ((heads + 2 * kv_heads, width), False),
+            "self_attn.o_proj": ((width, heads), False),
+            "mlp.gate_up_proj": ((2 * hidden, width), False),
+            "mlp.down_proj": ((width, hidden), False),
+        }
+    else:
+        linear = {
+            "self_attn.q_proj": ((heads, width), config.has_qkv_bias),
+            "self_attn.k_proj": ((kv_heads, width), config.has_qkv_bias),
+            "self_attn.v_proj": ((kv_heads, width), config.has_qkv_bias),
+            "self_attn.o_proj": ((width, heads), config.attention_bias),
+            "mlp.gate_proj": ((hidden, width), config.mlp_bias),
+            "mlp.up_proj": ((hidden, width), config.mlp_bias),
+            "mlp.down_proj": ((width, hidden), config.mlp_bias),
+        }
     layers = {f"{name}.weight": shape for name, (shape, _) in linear.items()}
     layers |= {f"{name}.bias": shape[:1] for name, (shape, has_bias) in linear.items() if has_bias}
-    family = _FAMILIES[config.model_type]
     layers |= {f"{name}.weight": (width,) for name in family.norms if name is not None}
     if family.qk_norm is not None:
         is_all = family.qk_norm == "all"
@@ -621,7 +848,7 @@ def decoder_functions(
         functools.partial(
             apply_layer,
             config,
-            functools.partial(_attend, config, attention),
+            functools.partial(attend_to_tokens, config, attention),
             mlp_chunk_size,
             lora,
         ),
@@ -640,7 +867,9 @@ def decoder_logits(config: DecoderConfig, others: Params, hidden: jax.Array) -> 
     hidden = as_array("hidden", hidden)
     x = _head_input(config, others, hidden)
     weight = _head_weight(config, others).astype(x.dtype)
-    return jnp.einsum("ntd,vd->ntv", x, weight, preferred_element_type=accumulation_dtype(x))
+    logits = jnp.einsum("ntd,vd->ntv", x, weight, preferred_element_type=accumulation_dtype(x))
+    cap = config.final_logit_softcapping
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _embed(
@@ -655,6 +884,9 @@ def _embed(
     x = {"hidden": hidden, "positions": positions}
     if batch.get("segment_ids") is not None:
         x["segment_ids"] = batch["segment_ids"]
+    if config.layers_differ:
+        # The number of the layer, for each row, because all arrays of x are split into rows.
+        x["layer"] = jnp.zeros_like(tokens[:, 0], jnp.int32)
     return x
 
 
@@ -709,6 +941,8 @@ def apply_layer(
         hidden = _map_chunks(jax.checkpoint(mlp, prevent_cse=False), hidden, size)
     else:
         hidden = mlp(hidden, 0)
+    if "layer" in x:
+        x = {**x, "layer": x["layer"] + 1}
     return {**x, "hidden": hidden}
 
 
@@ -731,13 +965,13 @@ def _apply_attention(
     if family.qk_norm == "head":
         q = _norm(config, params, "self_attn.q_norm", q)
         k = _norm(config, params, "self_attn.k_norm", k)
-    rotation = _rotation(config, x["positions"], accumulation_dtype(y))
+    rotation = _rotation(config, x, accumulation_dtype(y))
     y, x = attend(_rotate(q, *rotation), _rotate(k, *rotation), v, x)
     y = linear("self_attn.o_proj", y.reshape(*y.shape[:2], -1))
     return _norm(config, params, family.norms.after_attention, y), x
 
 
-def _attend(
+def attend_to_tokens(
     config: DecoderConfig,
     attention: str | None,
     q: jax.Array,
@@ -745,16 +979,41 @@ def _attend(
     v: jax.Array,
     x: Params,
 ) -> tuple[jax.Array, Params]:
-    y = dot_product_attention(
-        q,
-        k,
-        v,
-        segment_ids=x.get("segment_ids"),
-        window=config.sliding_window,
-        scale=config.attention_scale,
-        implementation=attention,
-    )
-    return y, x
+    """Attend to the tokens of the same row, in the window of the layer; see `Attend`."""
+
+    def run(window: int | None, *arrays: Any) -> jax.Array:
+        q, k, v, segment_ids = arrays
+        return dot_product_attention(
+            q,
+            k,
+            v,
+            segment_ids=segment_ids,
+            window=window,
+            scale=config.attention_scale,
+            softcap=config.attn_logit_softcapping,
+            implementation=attention,
+        )
+
+    arrays = q, k, v, x.get("segment_ids")
+    windows = [None if w is None or w >= q.shape[1] else w for w in config.windows]
+    choices = [*dict.fromkeys(windows)]
+    if len(choices) == 1:
+        return run(choices[0], *arrays), x
+    # Branches with fixed windows, of which one runs: they leave out blocks of pairs, and kernels
+    # of libraries support them.
+    numbers = jnp.asarray([choices.index(w) for w in windows])
+    branches = [functools.partial(run, window) for window in choices]
+    return lax.switch(numbers[jnp.max(x["layer"])], branches, *arrays), x
+
+
+def window_of_layer(config: DecoderConfig, x: Params) -> Any:
+    """Return the window of the layer that x comes to, an integer or an array []; None for all."""
+    windows = config.windows
+    if len({*windows}) == 1:
+        return windows[0]
+    largest = np.iinfo(np.int32).max
+    numbers = jnp.asarray([largest if w is None else w for w in windows], jnp.int32)
+    return numbers[jnp.max(x["layer"])]
 
 
 def _apply_mlp(
@@ -778,9 +1037,18 @@ def _silu(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return y, sigmoid + y * (1 - sigmoid)
 
 
+def _gelu_tanh(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    root, cubic = math.sqrt(2 / math.pi), 0.044715
+    tanh = jnp.tanh(root * (x + cubic * x**3))
+    half = 0.5 * (1 + tanh)
+    slope = 0.5 * root * (1 + 3 * cubic * jnp.square(x)) * (1 - jnp.square(tanh))
+    return x * half, half + x * slope
+
+
 # The functions, and those that return their value and their derivative.
 _ACTIVATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "silu": (jax.nn.silu, _silu),
+    "gelu_pytorch_tanh": (functools.partial(jax.nn.gelu, approximate=True), _gelu_tanh),
 }
 
 # y = W h, h = f(gate) * up. For autodiff XLA makes three kernels that read gate or up again: of
@@ -840,11 +1108,17 @@ def _apply_head(
     hidden = _head_input(config, others, x["hidden"])
     labels, weights = batch["labels"], batch.get("weights")
     kernel = _head_weight(config, others)
+    counted = None if weights is None else weights != 0
+    losses = linear_cross_entropy(
+        hidden,
+        kernel,
+        labels,
+        where=counted,
+        softcap=config.final_logit_softcapping,
+        transposed=True,
+    )
     if weights is None:
-        losses = linear_cross_entropy(hidden, kernel, labels, transposed=True)
         return losses.sum(), jnp.asarray(labels.size, losses.dtype)
-    counted = weights != 0
-    losses = linear_cross_entropy(hidden, kernel, labels, where=counted, transposed=True)
     weights = weights.astype(losses.dtype)
     return (losses * weights).sum(), weights.sum()
 
@@ -897,32 +1171,74 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
     return x if factor == 1 else x * factor
 
 
-# Channels j and D/2 + j of a head form a 2-vector, rotated at position t by the angle t * f[j],
-# f[j] = rope_theta^(-2j/D). Llama 3.1 divides a frequency by `factor` if it turns less than
-# `low_freq_factor` times in the original length, keeps it if it turns more than `high_freq_factor`
-# times, and interpolates between.
+# Of the R channels of a head that rotate, channels j and R/2 + j form a 2-vector, rotated at
+# position t by the angle t * f[j], f[j] = rope_theta^(-2j/R). Llama 3.1 divides a frequency by
+# `factor` if it turns less than `low_freq_factor` times in the original length, keeps it if it
+# turns more than `high_freq_factor` times, and interpolates between. Layers without rotary
+# embeddings have frequencies of 0, so that all layers run one program.
 
 
-def _rotary_frequencies(config: DecoderConfig) -> np.ndarray:
-    """Return the frequencies [D/2] in radians per position, float64."""
-    exponents = np.arange(0, config.head_dim, 2) / config.head_dim
-    frequencies = config.rope_theta**-exponents
+def _rotary_frequencies(config: DecoderConfig, length: int) -> np.ndarray:
+    """Return the frequencies in radians per position, float64.
+
+    Args:
+        config: the configuration.
+        length: the length of a row.
+
+    Returns:
+        [L, R/2], or [1, R/2] if those of all layers are equal.
+    """
+    exponents = np.arange(0, config.rotary_dim, 2) / config.rotary_dim
+    frequencies = _scale_frequencies(config, config.rope_theta**-exponents, length)
+    rows = [frequencies] * config.num_hidden_layers
+    if config.rope_local_base_freq is not None:
+        local = config.rope_local_base_freq**-exponents
+        rows = [frequencies if window is None else local for window in config.windows]
+    if config.no_rope_layers is not None:
+        rows = [row * used for row, used in zip(rows, config.no_rope_layers, strict=True)]
+    return np.stack(rows if config.layers_differ else rows[:1])
+
+
+def _scale_frequencies(config: DecoderConfig, frequencies: np.ndarray, length: int) -> np.ndarray:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
+    if isinstance(scaling, LinearRopeScaling):
+        return frequencies / scaling.factor
+    if isinstance(scaling, LongRopeScaling):
+        is_long = length > scaling.original_max_position_embeddings
+        return frequencies / np.array(scaling.long_factor if is_long else scaling.short_factor)
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def _rotation(config: DecoderConfig, positions: jax.Array, dtype: Any) -> tuple:
-    """Return the cosine and sine of the angles [N, T, 1, D/2]."""
-    frequencies = jnp.asarray(_rotary_frequencies(config), dtype)
+def with_length(config: DecoderConfig, length: int) -> DecoderConfig:
+    """Return the configuration whose rotary frequencies are those of rows of this length."""
+    scaling = config.rope_scaling
+    if not isinstance(scaling, LongRopeScaling):
+        return config
+    is_long = length > scaling.original_max_position_embeddings
+    factors = scaling.long_factor if is_long else scaling.short_factor
+    scaling = dataclasses.replace(scaling, short_factor=factors, long_factor=factors)
+    return dataclasses.replace(config, rope_scaling=scaling)
+
+
+def _rotation(config: DecoderConfig, x: Params, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the cosine and sine of the angles [N, T, 1, R/2], times the factor of long rows."""
+    positions, factor = x["positions"], 1.0
+    table = jnp.asarray(_rotary_frequencies(config, positions.shape[1]), dtype)
+    frequencies = table[0] if len(table) == 1 else _take_rows(table, x["layer"])
+    frequencies = frequencies.reshape(-1, 1, 1, table.shape[1])
+    if isinstance(config.rope_scaling, LongRopeScaling):
+        factor = config.rope_scaling.attention_factor
     angles = positions[:, :, None, None].astype(dtype) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    return _scaled(jnp.cos(angles), factor), _scaled(jnp.sin(angles), factor)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    a, b = jnp.split(x.astype(cos.dtype), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+    width = 2 * cos.shape[-1]
+    a, b = jnp.split(x[..., :width].astype(cos.dtype), 2, -1)
+    parts = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
+    return jnp.concatenate([*parts, x[..., width:]] if width < x.shape[-1] else parts, -1)

@@ -18,7 +18,6 @@ from ..ops._common.arguments import (
     check_named_arrays,
 )
 from ..ops._common.dtypes import accumulation_dtype
-from ..ops.attention import dot_product_attention
 from ..ops.offload import offload_jit, offload_scan
 from ..ops.offload.placement import Space, space_of
 from .decoder import (
@@ -27,10 +26,13 @@ from .decoder import (
     Lora,
     Params,
     apply_layer,
+    attend_to_tokens,
     check_config,
     decoder_functions,
     decoder_logits,
     decoder_shapes,
+    window_of_layer,
+    with_length,
 )
 
 
@@ -220,9 +222,7 @@ def start(
     )
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, x: Params) -> tuple[jax.Array, Params]:
-        y = dot_product_attention(
-            q, k, v, window=config.sliding_window, scale=config.attention_scale
-        )
+        y, x = attend_to_tokens(config, None, q, k, v, x)
         return y, _write_caches(x, k, v)
 
     # Keys and values of padding are written too. A generated token overwrites them before any
@@ -247,7 +247,13 @@ def advance(
             for name in ("keys_cache", "values_cache")
         )
         y = attend_to_cache(
-            q, keys, values, x["positions"], config.sliding_window, config.attention_scale
+            q,
+            keys,
+            values,
+            x["positions"],
+            window=window_of_layer(config, x),
+            scale=config.attention_scale,
+            softcap=config.attn_logit_softcapping,
         )
         return y, x
 
@@ -266,6 +272,8 @@ def _run_layers(
     positions: jax.Array,
 ) -> tuple[jax.Array, State]:
     """Return the last layer's output [N, T, hidden_size], and the state with its new caches."""
+    # Rows have the length of the caches from the first token on, which selects long frequencies.
+    config = with_length(config, state.keys_cache.shape[2])
     embed = decoder_functions(config, dtype=options.dtype).embed
     x = embed(others, {"tokens": tokens, "positions": positions})
     # The caches are carried from layer to layer, so that each layer updates them in place.
@@ -276,8 +284,7 @@ def _run_layers(
     }
 
     def layer(params: Params, x: Params, key: Any = None) -> Params:
-        x = apply_layer(config, attend, None, Lora(options.lora_scale), params, x)
-        return {**x, "layer": x["layer"] + 1}
+        return apply_layer(config, attend, None, Lora(options.lora_scale), params, x)
 
     if space_of(jax.tree.leaves(layers)[0]) == Space.Host:
         x = offload_scan(layer, layers, x)
@@ -302,8 +309,10 @@ def attend_to_cache(
     k: jax.Array,
     v: jax.Array,
     positions: jax.Array,
-    window: int | None,
+    *,
+    window: Any,
     scale: float,
+    softcap: float | None,
 ) -> jax.Array:
     """Return the attention of queries to the slots up to their positions.
 
@@ -312,9 +321,10 @@ def attend_to_cache(
         k: the keys [N, S, K, D].
         v: the values [N, S, K, D].
         positions: the positions [N, T] of the queries.
-        window: the number of slots, up to that of its position, that a query attends to. None means
-            all.
+        window: the number of slots, up to that of its position, that a query attends to, an integer
+            or an array []. None means all.
         scale: factor of the scores.
+        softcap: their bound, or None.
 
     Returns:
         [N, T, H, D].
@@ -322,11 +332,14 @@ def attend_to_cache(
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     wide = accumulation_dtype(q)
     scores = jnp.einsum("ntkgd,nskd->nkgts", grouped, k, preferred_element_type=wide)
+    scores *= scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     distance = positions[:, :, None] - jnp.arange(k.shape[1])  # [N, T, S]
     seen = distance >= 0
     if window is not None:
         seen &= distance < window
-    scores = jnp.where(seen[:, None, None], scores * scale, -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, -1).astype(v.dtype)
     y = jnp.einsum("nkgts,nskd->ntkgd", weights, v, preferred_element_type=wide)
     return y.reshape(q.shape).astype(q.dtype)

@@ -70,7 +70,8 @@ def test_attention_over_the_cache(window, x64):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, t, heads, 6)) for t, heads in ((2, 4), (9, 2), (9, 2)))
     positions = np.array([[4, 5], [0, 8]])
-    got = attend_to_cache(*map(jnp.asarray, (q, k, v, positions)), window, 6**-0.5)
+    arrays = map(jnp.asarray, (q, k, v, positions))
+    got = attend_to_cache(*arrays, window=window, scale=6**-0.5, softcap=None)
     for n, t, head in np.ndindex(2, 2, 4):
         last = positions[n, t] + 1
         slots = slice(0 if window is None else max(last - window, 0), last)
