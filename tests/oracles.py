@@ -50,10 +50,12 @@ def dense_block(x, params, mask=None, dropout_rate=0.0, key=None, axis_name=None
     return x, statistics
 
 
-def attention(q, k, v, *, segment_ids=None, causal=True, window=None, scale=None):
+def attention(q, k, v, *, segment_ids=None, causal=True, window=None, scale=None, softcap=None):
     """Return attention with all scores."""
     k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], 2) for a in (k, v))
     scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     distance = np.arange(q.shape[1])[:, None] - np.arange(q.shape[1])
     seen = jnp.asarray(distance >= 0 if causal else distance == distance)
     if window is not None:
@@ -65,10 +67,13 @@ def attention(q, k, v, *, segment_ids=None, causal=True, window=None, scale=None
 
 
 def cross_entropy(
-    x, kernel, labels, bias=0.0, where=True, z_loss=0.0, label_smoothing=0.0, transposed=False
-):
+    x, kernel, labels, bias=0.0, where=True, z_loss=0.0, label_smoothing=0.0, transposed=False,
+    softcap=None,
+):  # fmt: skip
     """Return the losses of all logits."""
     logits = x @ (kernel.T if transposed else kernel) + bias
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), label_smoothing)
     losses = optax.softmax_cross_entropy(logits, targets)
     losses += z_loss * jax.nn.logsumexp(logits, -1) ** 2

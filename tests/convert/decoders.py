@@ -63,7 +63,7 @@ CONFIGS = {
     ),
     "gemma2": dict(
         model_type="gemma2", **SIZES, **GROUPED, query_pre_attn_scalar=5, sliding_window=5,
-        attn_logit_softcapping=0.5, final_logit_softcapping=1.5, **GEMMA,
+        attn_logit_softcapping=0.5, final_logit_softcapping=0.3, **GEMMA,
     ),
     "gemma3": dict(
         model_type="gemma3_text", **SIZES, **GROUPED, query_pre_attn_scalar=5, sliding_window=5,
@@ -93,10 +93,13 @@ def checkpoint_shapes(config):
 def checkpoint(config):
     """Return the tensors of a checkpoint by name; norms multiply by numbers near 1."""
     offset = 0 if config.model_type.startswith("gemma") else 1
-    return {
+    tensors = {
         name: (random_array(name, shape) / 2 + offset * ("norm" in name)).astype(np.float32)
         for name, shape in checkpoint_shapes(config).items()
     }
+    # If embeddings were much larger than what the layers add, tied heads would repeat tokens.
+    embedding = tensors["model.embed_tokens.weight"] / config.embedding_scale
+    return tensors | {"model.embed_tokens.weight": embedding.astype(np.float32)}
 
 
 def stack(tensors, config):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ def test_matches_recorded_results_of_transformers(name):
     decoders.check(config_of(name), decoders.load(name))
 
 
-@vary("name", ["llama3", "mistral", "qwen3"])
+@vary("name", ["gemma3", "llama3", "mistral", "qwen3", "smollm3"])
 def test_packed_documents_are_independent(name, x64):
     decoder, batch = make_decoder(config_of(name, dtype="float64")), packed(weights=False)
     run = nnx.jit(lambda decoder, tokens, **named: decoder(tokens, **named))
@@ -129,8 +130,8 @@ def test_dropout_of_adapters(x64):
     np.testing.assert_array_equal(dropped(rate, None, shape), np.ones(shape))
 
 
-@vary("rate", [0.5, 0.0])
-def test_gradient_of_the_mlp(x64, rate):
+@vary(("activation", "rate"), [("silu", 0.5), ("silu", 0.0), ("gelu_pytorch_tanh", 0.5)])
+def test_gradient_of_the_mlp(x64, activation, rate):
     """It equals that of the formula, of all parameters of the last layer."""
     key = jax.random.key(1)
     mask = dropped(rate, key, (2, 3, 6))
@@ -143,10 +144,11 @@ def test_gradient_of_the_mlp(x64, rate):
     def apply(*arrays):
         *params, gate, up = arrays
         params = {f"mlp.down_proj.{name}": a for name, a in zip(names, params, strict=True)}
-        return decoder._apply_gated(decoder.Lora(0.5, rate), "silu", params, gate, up, key)
+        return decoder._apply_gated(decoder.Lora(0.5, rate), activation, params, gate, up, key)
 
     def formula(weight, bias, a, b, gate, up):
-        h = jax.nn.silu(gate) * up
+        f = {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu}[activation]
+        h = f(gate) * up
         return h @ weight.T + bias + 0.5 * (mask * h) @ a.T @ b.T
 
     got, want = (jax.vjp(f, *arrays)[1](dy) for f in (apply, formula))
@@ -216,8 +218,10 @@ def sgd_and_momentum():
 @vary(
     ("name", "options"),
     [
+        ("gemma2", {"num_microbatches": 2}),
         ("qwen2", {"num_microbatches": 2}),
         ("llama3", {}),
+        ("phi3", {}),
         ("mistral", {"params_in": "device"}),
     ],
 )
@@ -262,10 +266,18 @@ def test_layers_can_be_applied_by_offload_scan(x64):
 
 
 @pytest.mark.exhaustive
-@vary("kind", [AxisType.Auto, AxisType.Explicit])
-def test_data_parallel_gradients(kind, x64):
+@vary(
+    ("name", "kind"),
+    [
+        ("gemma3", AxisType.Explicit),
+        ("gemma3", AxisType.Auto),
+        ("qwen3", AxisType.Auto),
+        ("qwen3", AxisType.Explicit),
+    ],
+)
+def test_data_parallel_gradients(name, kind, x64):
     """A batch that is sharded over devices has the same loss and gradients."""
-    config = config_of("qwen3", dtype="float64")
+    config = config_of(name, dtype="float64")
     embed, layer, head = decoder_functions(config, mlp_chunk_size=4)
     layers, others = decoders.stack(decoders.checkpoint(config), config)
     batch = jax.tree.map(lambda a: jnp.tile(a, (4, 1)), packed())
@@ -307,6 +319,24 @@ def count_parameters(config):
     return sum(np.prod(a.shape) for tree in decoder_shapes(config) for a in tree.values())
 
 
+GEMMA_2 = dict(
+    architectures=["Gemma2ForCausalLM"], model_type="gemma2", attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0, head_dim=256, hidden_act="gelu_pytorch_tanh",
+    hidden_activation="gelu_pytorch_tanh", hidden_size=2304, intermediate_size=9216,
+    num_attention_heads=8, num_hidden_layers=26, num_key_value_heads=4, query_pre_attn_scalar=256,
+    rms_norm_eps=1e-6, rope_theta=10000.0, sliding_window=4096, torch_dtype="float32",
+    vocab_size=256000, cache_implementation="hybrid",
+)  # fmt: skip
+PHI_4_MINI = dict(
+    architectures=["Phi3ForCausalLM"], model_type="phi3", hidden_size=3072, hidden_act="silu",
+    intermediate_size=8192, max_position_embeddings=131072, num_attention_heads=24,
+    num_hidden_layers=32, num_key_value_heads=8, original_max_position_embeddings=4096,
+    partial_rotary_factor=0.75, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=262144,
+    rope_scaling=dict(type="longrope", short_factor=[1.0] * 48, long_factor=[1.5] * 48),
+    tie_word_embeddings=True, torch_dtype="bfloat16", vocab_size=200064,
+)  # fmt: skip
+
+
 def test_published_configurations():
     llama = DecoderConfig.from_json(LLAMA_2)
     assert count_parameters(llama) == 6_738_415_616
@@ -316,9 +346,16 @@ def test_published_configurations():
     assert count_parameters(qwen) == 8_190_735_360
     assert (qwen.rope_theta, qwen.dtype, qwen.rope_scaling) == (1e6, "bfloat16", None)
     assert hash(qwen) == hash(DecoderConfig.from_json(QWEN_3))
+    gemma = DecoderConfig.from_json(GEMMA_2)
+    assert count_parameters(gemma) == 2_614_341_888
+    assert gemma.windows == (4096, None) * 13 and gemma.tie_word_embeddings
+    assert gemma.attention_scale == 1 / 16 and gemma.embedding_scale == 48
+    phi = DecoderConfig.from_json(PHI_4_MINI)
+    assert count_parameters(phi) == 3_836_021_760
+    assert phi.rope_scaling.attention_factor == math.sqrt(1 + math.log(32) / math.log(4096))
 
 
-@pytest.mark.parametrize("settings", [LLAMA_2, QWEN_3, *CONFIGS.values()])
+@pytest.mark.parametrize("settings", [LLAMA_2, QWEN_3, GEMMA_2, PHI_4_MINI, *CONFIGS.values()])
 def test_configurations_survive_writing(settings, tmp_path):
     config = DecoderConfig.from_json(settings)
     written = config.to_json()
@@ -329,6 +366,53 @@ def test_configurations_survive_writing(settings, tmp_path):
     kept = {n: v for n, v in settings.items() if n in written and n != "rope_scaling"}
     assert all(written[name] == value for name, value in kept.items())
     assert "layer_types" in written or "layer_types" not in settings
+    assert DecoderConfig.from_json(written) == config
+
+
+def test_defaults_of_alternating_layers():
+    """They are those of transformers if config.json lacks the lists."""
+    sizes = decoders.SIZES | {"num_hidden_layers": 8}
+    read = DecoderConfig.from_json
+    smol = read({"model_type": "smollm3", **sizes})
+    assert smol.no_rope_layers == (1, 1, 1, 0) * 2
+    assert (smol.windows, smol.layers_differ) == ((None,) * 8, True)
+    gemma = read({"model_type": "gemma3_text", **sizes, "sliding_window": 5})
+    assert gemma.windows == (5,) * 5 + (None,) + (5,) * 2
+    every = read({"model_type": "gemma3_text", **sizes, "sliding_window_pattern": 2})
+    assert every.windows == (4096, None) * 4
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    old = {n: v for n, v in CONFIGS["gemma3"].items() if not n.startswith("rope")}
+    assert read(old | {"rope_parameters": nested}) == config_of("gemma3")
+
+
+def test_windows_of_layers_run_one_kernel_each():
+    """Layers with a window skip the pairs outside of it, in a branch; short rows have none."""
+    config = config_of("gemma3", num_key_value_heads=4)
+    layers, others = decoder_shapes(config)
+    params = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in layers.items()}
+    embed, layer, _ = decoder_functions(config)
+
+    def program(length):
+        tokens = jax.ShapeDtypeStruct((1, length), "int32")
+        return str(jax.make_jaxpr(layer)(params, jax.eval_shape(embed, others, {"tokens": tokens})))
+
+    assert "cond[" in program(6) and "cond[" not in program(5)
+
+
+def test_lengths_select_the_factors_of_long_rows():
+    """Rows of more than the original positions have the long factors, as in transformers."""
+    config = config_of("phi4_mini")
+    for length, factors in ((20, [1.0, 1.5, 2.0]), (21, [1.0, 3.0, 8.0])):
+        want = 10000.0 ** -(np.arange(3) / 3) / factors
+        fixed = decoder.with_length(config, length)
+        for got in (
+            decoder._rotary_frequencies(config, length),
+            decoder._rotary_frequencies(fixed, 1),
+        ):
+            np.testing.assert_allclose(got, [want], 1e-14)
 
 
 def test_a_null_range_is_the_default():
@@ -397,7 +481,16 @@ def test_llama3_scaling():
         ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config`"),
         ("llama2", {"num_key_value_heads": 3}, r"`num_key_value_heads` \(=3\) must divide"),
         ("llama2", {"head_dim": 5}, r"`head_dim` \(=5\) must be even"),
-        ("llama2", {"rope_scaling": {"type": "linear", "factor": 2}}, "`rope_type` .='linear'"),
+        ("llama2", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "`rope_type` .='dynamic'"),
+        ("llama2", {"rope_scaling": {"type": "linear"}}, "linear scaling .* lacks `factor`"),
+        ("phi4_mini", {"partial_rotary_factor": 0.4}, r"`partial_rotary_factor` \(=0.4\)"),
+        ("phi4_mini", {"partial_rotary_factor": 0.5}, "`short_factor` must have 2 numbers"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, r"`no_rope_layers` \(=\[1, 2\]\) must have 0 or 1"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "`layer_types` .* each of the 2 layers"),
+        ("gemma3", {"use_bidirectional_attention": True}, "`use_bidirectional_attention`"),
+        ("gemma2", {"hidden_activation": "silu"}, "`hidden_activation` .* 'gelu_pytorch_tanh'"),
+        ("gemma2", {"attn_logit_softcapping": -1}, r"`attn_logit_softcapping` \(=-1"),
+        ("granite", {"logits_scaling": 0}, r"`logits_scaling` \(=0"),
         ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` .='yarn'"),
         ("llama2", {"rope_scaling": {"rope_type": "llama3"}}, "lacks `factor`"),
         ("llama2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
@@ -466,6 +559,8 @@ def test_files_are_utf_8(encoding, tmp_path):
         ("qwen2", {"sliding_window": 128}, r"`sliding_window` \(=128\) .* qwen2"),
         ("qwen3", {"mlp_bias": True}, r"`mlp_bias` \(=True\) .* qwen3"),
         ("mistral", {"attention_bias": True}, "`attention_bias` .* mistral"),
+        ("llama2", {"final_logit_softcapping": 30.0}, "`final_logit_softcapping` .* llama"),
+        ("olmo2", {"residual_multiplier": 0.5}, "`residual_multiplier` .* olmo2"),
         ("qwen2", {"attention_bias": True}, "`attention_bias` .* qwen2"),
     ],
 )

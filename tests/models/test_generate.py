@@ -1,5 +1,6 @@
 """Generation: tokens of the whole forward pass, sampling, stop tokens, padding and host memory."""
 
+import dataclasses
 import functools
 
 import jax
@@ -50,7 +51,7 @@ def whole_sequences(tokens, lengths, new):
     return rows
 
 
-@vary("name", ["mistral", *(name for name in CONFIGS if name != "mistral")])
+@vary("name", ["gemma2", *(name for name in CONFIGS if name != "gemma2")])
 def test_greedy_tokens_are_those_of_the_whole_forward_pass(name, x64):
     """Each token has the largest logit given the tokens before it; prompts differ in length."""
     config = config_of(name, dtype="float64")
@@ -64,18 +65,19 @@ def test_greedy_tokens_are_those_of_the_whole_forward_pass(name, x64):
     assert len(np.unique(tokens)) > 3
 
 
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_over_the_cache(window, x64):
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (3, 0.5)])
+def test_attention_over_the_cache(window, softcap, x64):
     """A query attends to the slots up to its position, or to the last ones of a window."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, t, heads, 6)) for t, heads in ((2, 4), (9, 2), (9, 2)))
     positions = np.array([[4, 5], [0, 8]])
     arrays = map(jnp.asarray, (q, k, v, positions))
-    got = attend_to_cache(*arrays, window=window, scale=6**-0.5, softcap=None)
+    got = attend_to_cache(*arrays, window=window, scale=6**-0.5, softcap=softcap)
     for n, t, head in np.ndindex(2, 2, 4):
         last = positions[n, t] + 1
         slots = slice(0 if window is None else max(last - window, 0), last)
-        weights = np.exp(k[n, slots, head // 2] @ q[n, t, head] / np.sqrt(6))
+        scores = k[n, slots, head // 2] @ q[n, t, head] / np.sqrt(6)
+        weights = np.exp(scores if softcap is None else softcap * np.tanh(scores / softcap))
         want = weights @ v[n, slots, head // 2] / weights.sum()
         np.testing.assert_allclose(got[n, t, head], want, 1e-12)
 
@@ -180,8 +182,9 @@ def test_keys():
     assert (same_prompt[0] != same_prompt[1]).any()
 
 
-def test_layers_in_host_memory():
-    config = config_of("mistral")
+@vary("name", ["gemma3", "mistral"])
+def test_layers_in_host_memory(name):
+    config = config_of(name)
     layers, others = make_params(config)
     run = functools.partial(generate, config, max_new_tokens=NEW)
     want = jax.jit(run)(layers, others, TOKENS)
@@ -189,13 +192,32 @@ def test_layers_in_host_memory():
     np.testing.assert_array_equal(got.tokens, want.tokens)
 
 
-def test_adapters(x64):
+def test_lengths_with_long_factors(x64):
+    """The length with all new tokens selects the frequencies of every token."""
+    scaling = dataclasses.replace(
+        config_of("phi4_mini").rope_scaling, original_max_position_embeddings=10
+    )
+    config = config_of("phi4_mini", dtype="float64", rope_scaling=scaling)
+    params = make_params(config)
+    tokens, _ = generate(config, *params, TOKENS, max_new_tokens=NEW)
+    logits = whole_logits(config, *params, np.concatenate([TOKENS, tokens], 1))
+    np.testing.assert_array_equal(logits[:, 6:-1].argmax(-1), tokens)
+
+
+@vary(
+    ("family", "names"),
+    [
+        ("phi3", ("self_attn.qkv_proj", "mlp.gate_up_proj")),
+        ("llama3", ("self_attn.q_proj", "mlp.down_proj")),
+    ],
+)
+def test_adapters(family, names, x64):
     """A LoRA adapter generates the tokens of the weights ``W + scale * B A``."""
-    config = config_of("llama3", dtype="float64")
+    config = config_of(family, dtype="float64")
     layers, others = make_params(config)
     run = functools.partial(generate, config, others=others, tokens=TOKENS, max_new_tokens=NEW)
     adapters, merged = {}, dict(layers)
-    for name in ("self_attn.q_proj", "mlp.down_proj"):
+    for name in names:
         weight = layers[f"{name}.weight"]
         a = decoders.random_array(f"{name}.A", (2, 3, weight.shape[2]))
         b = decoders.random_array(f"{name}.B", (2, weight.shape[1], 3))

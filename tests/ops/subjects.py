@@ -199,8 +199,10 @@ NAMED_AXES = {
 }
 OTHERS = {
     "batch_norm_inference": bind(batch_norm_inference),
-    "linear_cross_entropy": bind(linear_cross_entropy, z_loss=0.1, label_smoothing=0.2),
-    "dot_product_attention": bind(dot_product_attention, window=3, scale=0.7),
+    "linear_cross_entropy": bind(
+        linear_cross_entropy, z_loss=0.1, label_smoothing=0.2, softcap=1.5
+    ),
+    "dot_product_attention": bind(dot_product_attention, window=3, scale=0.7, softcap=0.5),
     "deform_conv2d": bind(SampledSubject, CONV),
     "ms_deform_attn": bind(SampledSubject, ATTENTION),
     "dcn_aggregate": bind(SampledSubject, DCN),

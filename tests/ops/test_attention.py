@@ -20,7 +20,7 @@ from tests.tiers import vary
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},
-    "all": {"window": 3, "scale": 0.7, "segments": True},
+    "all": {"window": 3, "scale": 0.7, "softcap": 0.5, "segments": True},
     "full": {"causal": False, "segments": True},
 }
 
@@ -236,7 +236,7 @@ def test_cudnn_on_gpu(target, options):
 
 
 @needs_gpu_compiler
-@vary("why", ["long segments", "float32", "head size", "segments of odd length"])
+@vary("why", ["long segments", "float32", "head size", "segments of odd length", "soft cap"])
 def test_loop_on_gpu(why):
     """It is the default if cuDNN does not support the arguments, or its mask is large."""
     length = {"long segments": 16384, "segments of odd length": 255}.get(why, 256)
@@ -246,6 +246,7 @@ def test_loop_on_gpu(why):
     if why == "float32":
         q, k, v = (jax.ShapeDtypeStruct(a.shape, "float32") for a in (q, k, v))
     options = {"segment_ids": jnp.zeros((1, length), int)} if "segments" in why else {}
+    options |= {"softcap": 50.0} if why == "soft cap" else {}
     p = plan(gradients_of(None, **options), q, k, v, target="h100")
     assert "fmha" not in p.hlo.lower()
 
@@ -287,7 +288,11 @@ def test_memory_on_tpu():
     assert "splash" not in p.hlo and p.device.temporaries <= 300e6
 
 
-@vary("options", [{"segments": True}, {"window": 100}, {"causal": False}], ids=str)
+@vary(
+    "options",
+    [{"segments": True, "softcap": 0.5}, {"segments": True}, {"window": 100}, {"causal": False}],
+    ids=str,
+)
 def test_splash_matches_all_scores(options):
     """In Pallas' interpreter."""
     named = dict(options)
@@ -338,7 +343,8 @@ def test_tokamax_is_called_with_our_options(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tokamax", Library)
     q, k, v = random_heads(1, 8, 2, 1, 4, "f4")
     dot_product_attention(q, k, v, window=3, implementation="tokamax")
-    assert calls == [dict(mask=None, scale=0.5, is_causal=True, local_window_size=(2, 0))]
+    want = dict(mask=None, scale=0.5, is_causal=True, local_window_size=(2, 0))
+    assert calls == [want | {"logits_soft_cap": None}]
 
 
 @pytest.mark.parametrize("segments", [False, True])
@@ -371,6 +377,8 @@ X = np.ones((2, 4, 4, 8), np.float32)
         (ValueError, "`window` needs causal=True", {"window": 2, "causal": False}),
         (ValueError, r"`block_size` \(=0\)", {"block_size": 0}),
         (ValueError, r"`scale` \(=inf\)", {"scale": float("inf")}),
+        (ValueError, r"`softcap` \(=0\) must be positive", {"softcap": 0}),
+        (ValueError, '"cudnn" .* `softcap`', {"softcap": 2.0, "implementation": "cudnn"}),
         (ValueError, r"`implementation` \(='flash'\)", {"implementation": "flash"}),
         (ValueError, r"T \(=4\) must be a multiple of 128", {"implementation": "splash"}),
     ],

@@ -72,7 +72,7 @@ def gradients(op, params, batch):
 
 def test_second_order(x64):
     params, batch = make(where=True)
-    options = {"z_loss": 0.1, "label_smoothing": 0.2}
+    options = {"z_loss": 0.1, "label_smoothing": 0.2, "softcap": 1.5}
 
     def curvature(f):
         def squares(x):
@@ -330,6 +330,7 @@ GOOD: dict[str, Any] = {"x": X, "kernel": np.ones((3, 5), np.float32), "labels":
         (ValueError, "`where` of shape .* must broadcast", {"where": np.ones(3, bool)}),
         (ValueError, r"`z_loss` \(=-1.0\)", {"z_loss": -1.0}),
         (ValueError, r"`label_smoothing` \(=1.1\) must be in", {"label_smoothing": 1.1}),
+        (ValueError, r"`softcap` \(=-1\) must be positive", {"softcap": -1}),
         (ValueError, r"`chunk_size` \(=0\)", {"chunk_size": 0}),
     ],
 )
