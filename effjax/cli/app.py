@@ -11,6 +11,7 @@ import typer
 from .. import __version__
 from ..train.text.config import FinetuneConfig
 from . import errors
+from .chat import chat
 from .convert import convert
 from .generate import generate, merge
 from .memory import memory_app
@@ -92,6 +93,7 @@ def doctor(
 # `Command` lays out the help of commands with many options.
 app.command("convert", cls=Command)(convert)
 app.command("generate", cls=Command)(generate)
+app.command("chat", cls=Command)(chat)
 app.command("merge", cls=Command)(merge)
 command(app, "finetune", FinetuneConfig, FinetuneRunOptions)(finetune)
 app.add_typer(memory_app, name="memory")

@@ -207,19 +207,8 @@ def start(
 ) -> State:
     """Run the prompts, and generate the first token of each row."""
     n, t = tokens.shape
-    num_layers = len(jax.tree.leaves(layers)[0])
-    slots = t + options.max_new_tokens
-    shape = num_layers, n, slots, config.num_key_value_heads, config.head_dim
-    state = State(
-        tokens=jnp.zeros((n, options.max_new_tokens), jnp.int32),
-        count=jnp.int32(0),
-        lengths=jnp.zeros(n, jnp.int32),
-        is_done=jnp.zeros(n, bool),
-        prompt_lengths=lengths,
-        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n)),
-        keys_cache=jnp.zeros(shape, options.dtype),
-        values_cache=jnp.zeros(shape, options.dtype),
-    )
+    state = empty_state(config, options, layers, n, t + options.max_new_tokens)
+    state = _begin_rows(state, lengths, key)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, x: Params) -> tuple[jax.Array, Params]:
         y, x = attend_to_tokens(config, None, q, k, v, x)
@@ -233,32 +222,103 @@ def start(
     return _append(options, state, decoder_logits(config, others, last)[:, 0])
 
 
+def extend(
+    config: DecoderConfig,
+    options: Options,
+    state: State,
+    layers: Params,
+    others: Params,
+    tokens: jax.Array,
+    first: jax.Array,
+    lengths: jax.Array,
+    key: jax.Array,
+) -> State:
+    """Run a part of the prompts, and generate the first token of each row after it.
+
+    The caches of the state hold the tokens before the part, which may be those of another prompt
+    with the same beginning.
+
+    Args:
+        config: the configuration.
+        options: the options.
+        state: a state, such as `empty_state`.
+        layers: the parameters of the layers.
+        others: the other parameters.
+        tokens: the part, integers `[N, T]`, padded at the end.
+        first: [], the position of its first token.
+        lengths: integers `[N]`, the lengths of the prompts up to the end of the part.
+        key: a PRNG key.
+    """
+    n, t = tokens.shape
+    state = _begin_rows(state, lengths, key)
+    # Padding may be beyond the last slot; what would be written there is dropped.
+    positions = jnp.broadcast_to(first + jnp.arange(t), (n, t))
+    attend = functools.partial(_attend_with_cache, config)
+    x, state = _run_layers(config, options, attend, state, layers, others, tokens, positions)
+    last = jnp.take_along_axis(x, (lengths - first - 1)[:, None, None], 1)
+    return _append(options, state, decoder_logits(config, others, last)[:, 0])
+
+
 def advance(
     config: DecoderConfig, options: Options, state: State, layers: Params, others: Params
 ) -> State:
     """Generate the next token of each row."""
     last = lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1)
     positions = (state.prompt_lengths + state.count - 1)[:, None]
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, x: Params) -> tuple[jax.Array, Params]:
-        x = _write_caches(x, k, v)
-        keys, values = (
-            lax.dynamic_index_in_dim(x[name], x["layer"], 0, keepdims=False)
-            for name in ("keys_cache", "values_cache")
-        )
-        y = attend_to_cache(
-            q,
-            keys,
-            values,
-            x["positions"],
-            window=window_of_layer(config, x),
-            scale=config.attention_scale,
-            softcap=config.attn_logit_softcapping,
-        )
-        return y, x
-
+    attend = functools.partial(_attend_with_cache, config)
     x, state = _run_layers(config, options, attend, state, layers, others, last, positions)
     return _append(options, state, decoder_logits(config, others, x)[:, 0])
+
+
+def empty_state(
+    config: DecoderConfig, options: Options, layers: Params, num_rows: int, num_slots: int
+) -> State:
+    """Return the state before a prompt, with caches of zeros."""
+    num_layers = len(jax.tree.leaves(layers)[0])
+    shape = num_layers, num_rows, num_slots, config.num_key_value_heads, config.head_dim
+    return State(
+        tokens=jnp.zeros((num_rows, options.max_new_tokens), jnp.int32),
+        count=jnp.int32(0),
+        lengths=jnp.zeros(num_rows, jnp.int32),
+        is_done=jnp.zeros(num_rows, bool),
+        prompt_lengths=jnp.zeros(num_rows, jnp.int32),
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(num_rows)),
+        keys_cache=jnp.zeros(shape, options.dtype),
+        values_cache=jnp.zeros(shape, options.dtype),
+    )
+
+
+def _begin_rows(state: State, lengths: jax.Array, key: jax.Array) -> State:
+    """Return the state without generated tokens, for prompts of these lengths."""
+    n = state.tokens.shape[0]
+    return state._replace(
+        tokens=jnp.zeros_like(state.tokens),
+        count=jnp.int32(0),
+        lengths=jnp.zeros_like(state.lengths),
+        is_done=jnp.zeros_like(state.is_done),
+        prompt_lengths=lengths,
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n)),
+    )
+
+
+def _attend_with_cache(
+    config: DecoderConfig, q: jax.Array, k: jax.Array, v: jax.Array, x: Params
+) -> tuple[jax.Array, Params]:
+    x = _write_caches(x, k, v)
+    keys, values = (
+        lax.dynamic_index_in_dim(x[name], x["layer"], 0, keepdims=False)
+        for name in ("keys_cache", "values_cache")
+    )
+    y = attend_to_cache(
+        q,
+        keys,
+        values,
+        x["positions"],
+        window=window_of_layer(config, x),
+        scale=config.attention_scale,
+        softcap=config.attn_logit_softcapping,
+    )
+    return y, x
 
 
 def _run_layers(

@@ -9,10 +9,19 @@ import pytest
 
 from effjax import convert
 from effjax.models import DecoderConfig, decoder_shapes, generate
+from effjax.train.errors import TrainError
 from effjax.train.text.chat import load_tokenizer
-from effjax.train.text.generate import count_new_tokens, decode, find_model
+from effjax.train.text.generate import (
+    count_new_tokens,
+    decode,
+    find_model,
+    generation_mesh,
+    printable_lines,
+    split_stops,
+)
 from effjax.train.text.tiny import CHATML, write_checkpoint
 from tests.cli.command import one_line
+from tests.tiers import vary
 
 TODAY = datetime.date(2026, 1, 31)
 GREEDY = "--max-tokens", "12", "--temperature", "0"
@@ -46,7 +55,7 @@ def greedy_tokens(folder, text):
 
 
 def text_of(folder, tokens):
-    return "".join(decode(load_tokenizer(folder, TODAY), tokens))
+    return printable_lines("".join(decode(load_tokenizer(folder, TODAY), tokens)))
 
 
 def change(file, **settings):
@@ -187,10 +196,92 @@ def test_pieces_of_text(base):
     text = "naïve\xa0🎉\n\t\x1b[1m end\u202e"
     ids = tokenizer.backend.encode(f"{text}</s>").ids
     pieces = list(decode(tokenizer, iter(ids)))
-    assert "".join(pieces) == "naïve\xa0🎉\n\t\\x1b[1m end\\u202e"
+    assert "".join(pieces) == text
+    assert printable_lines(text) == "naïve\xa0🎉\n\t\\x1b[1m end\\u202e"
     assert "🎉" in pieces and len(pieces) > 5
     unfinished = tokenizer.backend.encode("é").ids[:1]
     assert list(decode(tokenizer, unfinished)) == ["\N{REPLACEMENT CHARACTER}"]
+
+
+def test_a_stop_ends_the_text_before_it(base):
+    """Also one that begins and ends within tokens; no more tokens are taken than are needed."""
+    tokenizer = load_tokenizer(base, TODAY)
+    text = "for the classes and the class"
+    ids = tokenizer.backend.encode(text).ids
+    taken = []
+
+    def until(*stops):
+        taken[:] = []
+        return "".join(decode(tokenizer, (taken.append(i) or i for i in ids), stops))
+
+    for first in range(len(text)):
+        for last in range(first + 1, min(first + 7, len(text)) + 1):
+            assert until(text[first:last]) == text[: text.index(text[first:last])]
+    assert until("the ", "es an") == "for "
+    assert until(" t") == "for" and len(taken) < len(ids)
+    assert until("classic", "class?") == until() == text
+    number = tokenizer.backend.token_to_id("<|im_end|>")
+    assert split_stops(tokenizer, ["a", "<|im_end|>"]) == (["a"], {number})
+    for stop in "", "a<|im_end|>":
+        with pytest.raises(TrainError, match="must be a text"):
+            split_stops(tokenizer, [stop])
+
+
+def test_prompts_of_a_file(run, base, tmp_path):
+    """Rows with `prompt` or `messages`, and lines; a stop that is not one of the tokens' ends."""
+    completion = text_of(base, greedy_tokens(base, PROMPT))
+    stop = completion[2:5]
+    rows = [
+        {"prompt": PROMPT, "id": 7},
+        {"messages": [{"role": "user", "content": PROMPT}]},
+        {"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "é"}]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = "--prompts", "rows.jsonl", "--out", "out.jsonl", *GREEDY
+    assert run("generate", base, *options) == (0, "written: out.jsonl\n", "unused fields: id\n")
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    texts = [row.pop("generated") for row in written]
+    assert written == rows and texts[0] == texts[1] and all(texts)
+    (tmp_path / "lines.txt").write_text(f"{PROMPT}\n\n{PROMPT}\n")
+    options = "--no-chat", "--prompts", "lines.txt", "--stop", "never", "--stop", stop, *GREEDY
+    _, out, _ = run("generate", base, *options)
+    assert out == f"> {PROMPT}\n{completion[: completion.index(stop)]}\n" * 2
+
+    ends_with_answer = [*rows[1]["messages"], {"role": "assistant", "content": "a"}]
+    for name, content, message in (
+        ("a.jsonl", '{"text": "a"}', "a.jsonl: line 1: must have one of `prompt` and `messages`"),
+        ("b.jsonl", json.dumps({"messages": ends_with_answer}), "must end before a turn of the"),
+        ("c.jsonl", '{"prompt": 1}', "`prompt` must be a string or a list, not a number"),
+        ("d.jsonl", '{"prompt": "a", "generated": "b"}', "must not have the field `generated`"),
+        ("e.txt", " \n", "e.txt: contains no prompt"),
+        ("f.csv", "a", "f.csv: must be a file of prompts, .txt or .jsonl"),
+    ):
+        (tmp_path / name).write_text(content)
+        code, _, err = run("generate", base, "--prompts", name, "--out", "new.jsonl")
+        assert code == 2 and one_line(err) and message in err
+    for argv, message in (
+        (["--prompts", "e.txt", "--prompt", "a"], "Give prompts with --prompt, or"),
+        (["--prompt", "a", "--out", "out.jsonl"], "out.jsonl: exists. Give another file."),
+        (["--prompts", "rows.jsonl", "--no-chat"], "A list of messages needs a chat template"),
+        (["--prompts", "rows.jsonl", "--system", "a"], "has a message of its own"),
+    ):
+        code, _, err = run("generate", base, *argv)
+        assert code == 2 and message in err
+    assert not (tmp_path / "new.jsonl").exists()
+
+
+@vary("options", [[], ["--offload"]])
+def test_sharded_parameters(run, base, options):
+    options = *options, "--no-chat", "--prompt", PROMPT, *GREEDY
+    mesh = generation_mesh(f"fsdp={jax.device_count()}")
+    layers, others, _ = find_model(base, None, TODAY).load("--offload" in options, mesh=mesh)
+    whole = sum(a.nbytes for a in (*layers.values(), *others.values()))
+    local = sum(a.addressable_shards[0].data.nbytes for a in (*layers.values(), *others.values()))
+    assert local < whole / (jax.device_count() / 2)  # small ones are replicated
+    names = "generate", base, *options
+    assert run(*names, "--mesh", f"fsdp={jax.device_count()}") == run(*names)
+    code, _, err = run(*names, "--mesh", f"data={jax.device_count()}")
+    assert code == 2 and one_line(err) and "one prompt is completed at a time" in err
 
 
 def test_number_of_tokens(base):

@@ -38,9 +38,9 @@ class Conversation:
     """
 
     messages: Sequence[dict[str, Any]]
-    has_loss: Sequence[bool]
-    tools: list[Any] | None
-    variables: Mapping[str, Any]
+    has_loss: Sequence[bool] = ()
+    tools: list[Any] | None = None
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -95,6 +95,32 @@ class RowReader:
                 raise DataError(f"`{name}` must not be empty")
         return texts[0] if form == TEXT else (texts[0], texts[1])
 
+    def read_prompt(self, content: Mapping[str, Any]) -> str | Conversation:
+        """Return a text to continue, or a conversation to answer.
+
+        Raises:
+            DataError: The row is malformed. The message does not name it.
+        """
+        row = self._rename({name: value for name, value in content.items() if value is not None})
+        given = [name for name in ("prompt", "messages") if name in row]
+        if len(given) != 1:
+            raise DataError("must have one of `prompt` and `messages`")
+        (name,) = given
+        is_chat = isinstance(row[name], list)
+        used = {name, *(OPTIONAL if is_chat else ())}
+        self.unused |= {name: None for name in row if name not in used}
+        if not is_chat:
+            if name == "messages" or not isinstance(row[name], str):
+                kind = "a list" if name == "messages" else "a string or a list"
+                raise DataError(f"`{name}` must be {kind}, not a {json_type(row[name])}")
+            return row[name]
+        conversation = self._read_turns(row, (name,))
+        if conversation.messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"`{name}` must end before a turn of the role 'assistant', which is generated"
+            )
+        return conversation
+
     def _rename(self, row: dict[str, Any]) -> dict[str, Any]:
         sources = {column: name for name, column in self.columns.items() if column in row}
         self.found |= set(sources.values())
@@ -124,6 +150,15 @@ class RowReader:
         return row
 
     def _read_conversation(self, row: dict[str, Any], form: tuple[str, ...]) -> Conversation:
+        """Return the messages of a row, of which one at least has loss."""
+        conversation = self._read_turns(row, form)
+        turns = zip(conversation.messages, conversation.has_loss, strict=True)
+        if not any(message["role"] == "assistant" and loss for message, loss in turns):
+            where = "`messages`" if form == MESSAGES else f"`{form[-1]}`"
+            raise DataError(f"{where} must have a message of the role 'assistant' to learn from")
+        return conversation
+
+    def _read_turns(self, row: dict[str, Any], form: tuple[str, ...]) -> Conversation:
         messages, has_loss = [], []
         for name in form:
             turns = row[name]
@@ -143,10 +178,6 @@ class RowReader:
         for name in ("messages", "tools", "add_generation_prompt"):
             if name in variables:
                 raise DataError(f"`chat_template_kwargs` must not have `{name}`")
-        is_answer = [message["role"] == "assistant" for message in messages]
-        if not any(answer and loss for answer, loss in zip(is_answer, has_loss, strict=True)):
-            where = "`messages`" if form == MESSAGES else "`completion`"
-            raise DataError(f"{where} must have a message of the role 'assistant' to learn from")
         return Conversation(messages, has_loss, tools, variables)
 
     def _read_message(self, number: int, message: Any) -> tuple[dict[str, Any], bool]:

@@ -13,23 +13,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
 
-from ... import offload_jit, to_host
+from ... import offload_jit
 from ...convert import load_adapter, save_checkpoint
 from ...convert.checkpoint import complete_replacement
 from ...models import DecoderConfig, decoder_shapes
-from ...models.generate import Options, advance, start
+from ...models.generate import Options, advance, empty_state, extend, start
 from ..errors import DataError, TrainError, counted, printable, quoted, unreadable
+from ..mesh import (
+    AXIS,
+    FSDP,
+    make_mesh,
+    param_sharding,
+    put,
+    replicated,
+    with_shardings,
+)
 from ..run_directory import RunDirectory
 from .base import ADAPTER, ADAPTER_CONFIG, ADAPTER_FILES, MODEL, Base, find_base
 from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from .config import FinetuneConfig
+from .forms import Conversation
 from .hub import download, parse_name
 
 CONTENT = "effjax-turn"  # content of a turn; no template contains this text
 # Characters that are shown although they are not printable; two of them join letters and emoji.
 KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+CHUNK = 128  # tokens of a conversation that are run at a time
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from some of the bytes of a character
 
 
@@ -53,13 +64,17 @@ class TextModel:
         return self.base.model
 
     def load(
-        self, offload: bool, progress: Callable[[int, int], object] | None = None
+        self,
+        offload: bool,
+        progress: Callable[[int, int], object] | None = None,
+        mesh: Mesh | None = None,
     ) -> tuple[Any, Any, float]:
-        """Load the parameters to the first device.
+        """Load the parameters.
 
         Args:
             offload: Whether the layers stay in host memory.
             progress: Called with the bytes read and their total.
+            mesh: The devices, from `generation_mesh`. By default the first one.
 
         Returns:
             The parameters of the layers, those outside the layers, and the scale of the adapter.
@@ -67,40 +82,61 @@ class TextModel:
         Raises:
             DataError: The files cannot be read, or do not belong to each other.
         """
+        mesh = generation_mesh(None) if mesh is None else mesh
         layers, others = decoder_shapes(self.config)
+
+        def place(shapes: Any, kind: str, stacked: bool) -> Any:
+            return {
+                name: param_sharding(a.shape, mesh, stacked).with_memory_kind(kind)
+                for name, a in shapes.items()
+            }
+
         memory = "pinned_host" if offload else "device"
-        sharding = SingleDeviceSharding(jax.devices()[0], memory_kind=memory)
-        placed = {
-            name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-            for name, a in layers.items()
-        }
         adapters, scale = self._load_adapter(layers)
-        adapters = to_host(adapters) if offload else adapters
-        layers, others = self.base.load(placed, others, progress)
+        adapters = put(adapters, place(adapters, memory, True))
+        layers = with_shardings(layers, place(layers, memory, True))
+        others = with_shardings(others, place(others, "device", False))
+        layers, others = self.base.load(layers, others, progress)
         return layers | adapters, others, scale
 
-    def encode(self, prompt: str, system: str | None, chat: bool) -> tuple[list[int], set[int]]:
+    def encode(
+        self, prompt: str | Conversation, system: str | None, chat: bool
+    ) -> tuple[list[int], set[int]]:
         """Return the tokens of a prompt, and those that end its completion.
 
         Args:
-            prompt: The text to continue, or the message of the user.
+            prompt: The text to continue, the message of the user, or a conversation.
             system: The message of the system, if there is one.
             chat: Whether to render the messages with the chat template.
 
         Raises:
             DataError: The template does not accept the messages.
+            TrainError: A conversation needs a template, or has a message of the system already.
         """
-        for name, text in ("prompt", prompt), ("system", system):
+        if isinstance(prompt, str):
+            conversation = Conversation([{"role": "user", "content": prompt}])
+        elif chat:
+            conversation = prompt
+        else:
+            raise TrainError("A list of messages needs a chat template, and --chat.")
+        messages = [*conversation.messages]
+        contents = [("prompt", message.get("content")) for message in messages]
+        for name, text in (*contents, ("system", system)):
             if text is not None and text.encode(errors="ignore").decode() != text:
                 raise TrainError(f"`{name}` must be UTF-8.")
         tokenizer = self.tokenizer
         if not chat:
+            assert isinstance(prompt, str)
             return [*tokenizer.beginning, *self._encode_text(prompt)], self._stop_tokens()
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        messages.append({"role": "user", "content": prompt})
-        text = tokenizer.render(messages, add_generation_prompt=True)
+        if system is not None:
+            if messages[0]["role"] == "system":
+                raise TrainError("--system is given, and a conversation has a message of its own.")
+            messages.insert(0, {"role": "system", "content": system})
+        options: Any = {"tools": conversation.tools, "variables": conversation.variables}
+        text = tokenizer.render(messages, add_generation_prompt=True, **options)
         # Templates may end a turn by another token than EOS.
-        turn = tokenizer.render([*messages, {"role": "assistant", "content": CONTENT}])
+        answer = {"role": "assistant", "content": CONTENT}
+        turn = tokenizer.render([*messages, answer], **options)
         after = self._encode_text(turn.rpartition(CONTENT)[2])[:1]
         ends = tokenizer.special_tokens.intersection(after)
         return self._encode_text(text), self._stop_tokens() | ends
@@ -260,6 +296,12 @@ def _add_product(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) ->
     return jax.lax.scan(add, None, (weight, a, b))[1]
 
 
+def count_positions(model: TextModel) -> int | None:
+    """Return the number of positions of a model; None if its config.json does not say it."""
+    positions = json.loads(model.config.other_settings).get("max_position_embeddings")
+    return positions if type(positions) is int else None
+
+
 def count_new_tokens(model: TextModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
     """Return `max_tokens`, limited by the positions of the model that the prompts leave.
 
@@ -278,8 +320,8 @@ def count_new_tokens(model: TextModel, prompts: Sequence[Sequence[int]], max_tok
                 f"(={config.vocab_size})."
             )
     size = max(map(len, prompts))
-    positions = json.loads(config.other_settings).get("max_position_embeddings")
-    if type(positions) is not int:
+    positions = count_positions(model)
+    if positions is None:
         return max_tokens
     if size >= positions:
         raise TrainError(
@@ -289,64 +331,209 @@ def count_new_tokens(model: TextModel, prompts: Sequence[Sequence[int]], max_tok
     return min(max_tokens, positions - size)
 
 
-def generate_tokens(
-    config: DecoderConfig,
-    options: Options,
-    layers: Any,
-    others: Any,
-    prompts: Sequence[Sequence[int]],
-    seed: int,
-) -> Iterator[Iterator[int]]:
-    """Yield an iterator over the generated tokens of each prompt, one prompt after the other.
+def generation_mesh(axes: str | None) -> Mesh:
+    """Return the devices that generate: the first one, or all over which parameters are sharded.
 
-    All prompts are padded to one length, so that the programs are compiled once.
+    Args:
+        axes: Such as `fsdp=4`, as for `make_mesh`. None for the first device.
+
+    Raises:
+        TrainError: The sizes do not multiply to the number of devices of this process, or one of
+            `data`, over which a single prompt cannot be split.
     """
-    first, following = _compile(config, options)
-    size, key = max(map(len, prompts)), jax.random.key(seed)
+    if axes is None:
+        return make_mesh(None, jax.local_devices()[:1])
+    mesh = make_mesh(axes, jax.local_devices())
+    if mesh.shape.get(AXIS, 1) > 1:
+        raise TrainError(
+            f"`mesh` (={axes}) must be {FSDP}={mesh.size}: one prompt is completed at a time, so "
+            f"that there is nothing to split over `{AXIS}`."
+        )
+    return mesh
 
-    def run(i: int, prompt: Sequence[int]) -> Iterator[int]:
-        tokens = np.zeros((1, size), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        lengths = jnp.array([len(prompt)], jnp.int32)
-        key_of_prompt = jax.random.fold_in(key, i)
-        state = first(layers, others, jnp.asarray(tokens), lengths, key_of_prompt)
-        for count in range(options.max_new_tokens):
+
+class TokenGenerator:
+    """Generates the tokens of one prompt at a time.
+
+    Args:
+        config: The decoder.
+        options: From `check_options`.
+        layers: The parameters of the layers.
+        others: The other parameters.
+
+    Attributes:
+        state: The state after the last token; None before the first prompt.
+    """
+
+    def __init__(self, config: DecoderConfig, options: Options, layers: Any, others: Any):
+        self.config, self.options, self.params = config, options, (layers, others)
+        self.state: Any = None
+
+    def generate_each(self, prompts: Sequence[Sequence[int]], seed: int) -> Iterator[Iterator[int]]:
+        """Yield an iterator over the generated tokens of each prompt, one prompt after the other.
+
+        All prompts are padded to one length, so that the programs are compiled once.
+        """
+        first = _compile(start, self.config, self.options, donate=False)
+        size, key = max(map(len, prompts)), jax.random.key(seed)
+
+        def run(i: int, prompt: Sequence[int]) -> Iterator[int]:
+            self.state = None  # free its memory
+            tokens, length = _pad(prompt, size), jnp.array([len(prompt)], jnp.int32)
+            self.state = first(*self.params, tokens, length, jax.random.fold_in(key, i))
+            yield from self.follow(self.options.max_new_tokens)
+
+        for i, prompt in enumerate(prompts):
+            yield run(i, prompt)
+
+    def follow(self, limit: int) -> Iterator[int]:
+        """Yield the tokens from that of the state on, up to a stop token or a number of tokens."""
+        following = _compile(advance, self.config, self.options)
+        for count in range(limit):
             if count:
-                state = following(state, layers, others)
-            yield int(state.tokens[0, count])
-            if state.is_done[0]:
+                self.state = following(self.state, *self.params)
+            yield int(self.state.tokens[0, count])
+            if self.state.is_done[0]:
                 return
 
-    for i, prompt in enumerate(prompts):
-        yield run(i, prompt)
+
+class ChatGenerator(TokenGenerator):
+    """Generates the answers of a conversation.
+
+    The keys and values of the tokens that a prompt shares with the tokens before are used again.
+
+    Args:
+        config: The decoder.
+        options: From `check_options`.
+        layers: The parameters of the layers.
+        others: The other parameters.
+        context: The largest number of tokens of a conversation, with its answers.
+        mesh: The devices.
+
+    Attributes:
+        cached: The tokens whose keys and values are in the caches.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, options: Options, layers: Any, others: Any, context: int,
+        mesh: Mesh,
+    ):  # fmt: skip
+        super().__init__(config, options, layers, others)
+        self.context = context
+        empty = functools.partial(empty_state, config, options, layers, 1, context)
+        self.state = jax.jit(empty, out_shardings=replicated(mesh))()
+        self.cached: list[int] = []
+
+    def answer(self, prompt: Sequence[int], key: jax.Array) -> Iterator[int]:
+        """Yield the tokens of an answer to a prompt that is shorter than the context."""
+        prefill = _compile(extend, self.config, self.options)
+        shared = 0  # the last token runs again, for its logits
+        while shared < min(len(self.cached), len(prompt) - 1) and (
+            self.cached[shared] == prompt[shared]
+        ):
+            shared += 1
+        del self.cached[shared:]
+        for first in range(shared, len(prompt), CHUNK):
+            part = prompt[first : first + CHUNK]
+            length = jnp.array([first + len(part)], jnp.int32)
+            self.state = prefill(
+                self.state, *self.params, _pad(part, CHUNK), jnp.int32(first), length, key
+            )
+            self.cached += part
+        last: list[int] = []  # a token is cached when the next one is generated
+        for token in self.follow(min(self.options.max_new_tokens, self.context - len(prompt))):
+            self.cached += last
+            last = [token]
+            yield token
 
 
-@functools.lru_cache(maxsize=4)
-def _compile(config: DecoderConfig, options: Options) -> tuple[Callable, Callable]:
-    first = offload_jit(functools.partial(start, config, options), donate=False)
-    return first, offload_jit(functools.partial(advance, config, options))
+@functools.lru_cache(maxsize=8)
+def _compile(
+    function: Callable, config: DecoderConfig, options: Options, donate: bool = True
+) -> Callable:
+    return offload_jit(functools.partial(function, config, options), donate=donate)
 
 
-def decode(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
+def _pad(tokens: Sequence[int], size: int) -> jax.Array:
+    row = np.zeros((1, size), np.int32)
+    row[0, : len(tokens)] = tokens
+    return jnp.asarray(row)
+
+
+def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[str], set[int]]:
+    """Return the texts among those that end a completion, and the special tokens.
+
+    Special tokens have no text, so that they are compared as tokens.
+
+    Raises:
+        TrainError: A text is empty, or has more than a special token.
+    """
+    added = tokenizer.backend.get_added_tokens_decoder()
+    special = {token.content: number for number, token in added.items() if token.special}
+    texts, tokens = [], set()
+    for stop in stops:
+        if not stop or stop.encode(errors="ignore").decode() != stop:
+            raise TrainError(f"`stop` (={stop!r:.120}) must be a text in UTF-8, and not empty.")
+        if stop in special:
+            tokens.add(special[stop])
+        elif inside := [name for name in special if name in stop]:
+            raise TrainError(
+                f"`stop` (={stop!r:.120}) must be a text, or a special token alone, such as "
+                f"{inside[0]}, which has no text."
+            )
+        else:
+            texts.append(stop)
+    return texts, tokens
+
+
+def decode(tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
     """Yield the text of tokens in pieces, as soon as each is complete.
 
-    Special tokens have no text. Control characters, which could change what a terminal shows, are
-    escaped.
+    Special tokens have no text.
+
+    Args:
+        tokenizer: The tokenizer.
+        tokens: The tokens, of which no more are taken than the text needs.
+        stops: Texts before which the text ends.
     """
+    text = ""  # what may be the beginning of a stop
+    for piece in _decode_pieces(tokenizer, tokens):
+        text += piece
+        if found := [text.index(stop) for stop in stops if stop in text]:
+            text = text[: min(found)]
+            break
+        ready = next(
+            i
+            for i in range(len(text) + 1)
+            if i == len(text) or any(stop.startswith(text[i:]) for stop in stops)
+        )
+        if ready:
+            yield text[:ready]
+        text = text[ready:]
+    if text:
+        yield text
+
+
+def _decode_pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
     ids: list[int] = []
     done = 0
     for token in tokens:
         ids.append(token)
         text = tokenizer.backend.decode(ids, skip_special_tokens=True)
         if len(text) > done and not text.endswith(INCOMPLETE):
-            yield _printable_lines(text[done:])
+            yield text[done:]
             done = len(text)
     rest = tokenizer.backend.decode(ids, skip_special_tokens=True)[done:]
     if rest:
-        yield _printable_lines(rest)
+        yield rest
 
 
-def _printable_lines(text: str) -> str:
+def printable_lines(text: str) -> str:
+    """Return a text with its control characters, which could change what a terminal shows, escaped.
+
+    Lines and tabs stay.
+    """
+
     def is_kept(char: str) -> bool:
         return char in KEPT or unicodedata.category(char) == "Zs"  # any kind of space
 

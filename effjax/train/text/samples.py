@@ -12,13 +12,14 @@ import numpy as np
 
 from ... import offload_jit, to_device
 from ...models.generate import generate
-from ..errors import DataError, check_regular, unreadable
+from ..errors import DataError
 from ..mesh import replicated
 from .base import Base
 from .chat import Tokenizer
 from .config import SAMPLE_TOKENS, FinetuneConfig
-from .generate import TextModel, count_new_tokens, decode
+from .generate import TextModel, count_new_tokens, decode, printable_lines
 from .learner import DecoderLearner, DecoderState
+from .prompts import read_lines
 
 MAX_PROMPTS = 100  # all are generated at once
 
@@ -79,7 +80,9 @@ class Samples:
                 np.asarray, compiled(state.model.layers, state.model.others, state.step)
             )
             return [
-                Sample(prompt, "".join(decode(self.tokenizer, row[:count].tolist())))
+                Sample(
+                    prompt, printable_lines("".join(decode(self.tokenizer, row[:count].tolist())))
+                )
                 for prompt, row, count in zip(self.prompts, rows, counts, strict=True)
             ]
 
@@ -96,14 +99,7 @@ def read_prompts(config: FinetuneConfig, base: Base, tokenizer: Tokenizer) -> Sa
     if config.sample_prompts is None:
         return None
     file = Path(config.sample_prompts)
-    check_regular(file)
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: is not UTF-8 ({error.reason})") from error
-    prompts = [line for line in lines if line]
+    prompts = read_lines(file)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise DataError(
             f"{file}: must have 1 to {MAX_PROMPTS} prompts, one in each line. It has "

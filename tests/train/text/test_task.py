@@ -14,7 +14,7 @@ from effjax.models import DecoderConfig, decoder_shapes, generate
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import DataError, PreemptionError, TrainError
 from effjax.train.loop import fit
-from effjax.train.text.generate import decode, find_model, merge
+from effjax.train.text.generate import decode, find_model, merge, printable_lines
 from tests.tiers import vary
 from tests.train.small import (
     CachedTask,
@@ -211,7 +211,7 @@ def test_samples(base, tmp_path, form):
         stop_tokens=sorted(ends), lora_scale=scale,
     )  # fmt: skip
     text = "".join(decode(model.tokenizer, np.asarray(tokens)[0, : lengths[0]].tolist()))
-    assert last[0]["text"] == text
+    assert last[0]["text"] == printable_lines(text)
     prompts.write_text("\n")
     with pytest.raises(DataError, match="must have 1 to 100 prompts"):
         finetune_task(base, **options)
