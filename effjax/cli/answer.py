@@ -95,7 +95,7 @@ class Row:
 
 def count_items(config: Any) -> int:
     """Return the tokens or images of a step."""
-    length = config.row_length if isinstance(config, TextConfig) else 1
+    length = config.rows_per_example * config.row_length if isinstance(config, TextConfig) else 1
     return config.batch_size * length
 
 

@@ -1105,22 +1105,31 @@ def _map_chunks(fun: Callable, x: jax.Array, size: int) -> jax.Array:
 def _apply_head(
     config: DecoderConfig, others: Params, x: Params, batch: Params, key: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    hidden = _head_input(config, others, x["hidden"])
     labels, weights = batch["labels"], batch.get("weights")
-    kernel = _head_weight(config, others)
-    counted = None if weights is None else weights != 0
-    losses = linear_cross_entropy(
-        hidden,
-        kernel,
+    if weights is None:
+        losses = token_losses(config, others, x["hidden"], labels)
+        return losses.sum(), jnp.asarray(labels.size, losses.dtype)
+    losses = token_losses(config, others, x["hidden"], labels, weights != 0)
+    weights = weights.astype(losses.dtype)
+    return (losses * weights).sum(), weights.sum()
+
+
+def token_losses(
+    config: DecoderConfig,
+    others: Params,
+    hidden: jax.Array,
+    labels: jax.Array,
+    where: jax.Array | None = None,
+) -> jax.Array:
+    """Return the cross entropy [N, T] of the last layer's output, without the logits."""
+    return linear_cross_entropy(
+        _head_input(config, others, hidden),
+        _head_weight(config, others),
         labels,
-        where=counted,
+        where=where,
         softcap=config.final_logit_softcapping,
         transposed=True,
     )
-    if weights is None:
-        return losses.sum(), jnp.asarray(labels.size, losses.dtype)
-    weights = weights.astype(losses.dtype)
-    return (losses * weights).sum(), weights.sum()
 
 
 def _head_input(config: DecoderConfig, others: Params, hidden: jax.Array) -> jax.Array:

@@ -100,6 +100,7 @@ def _fit(
         records = run_on_first(lambda: run.truncate_metrics(task.unit, done, records_digest))
         if run.read_config() != config:
             run.write_config(config)
+        task.start(run, None if restores else state, progress.log)
         if not restores:
             checkpoints.save(0, state)
 

@@ -23,6 +23,9 @@ FORMATS = {
     "loss": (".4f", ".3f"),
     "accuracy": (".2%", ".1%"),
     "bits_per_byte": (".3f", ".2f"),
+    "margin": (".3f", ".2f"),
+    "rewards/chosen": (".3f", ".2f"),
+    "rewards/rejected": (".3f", ".2f"),
 }
 PATIENCE = 60.0  # seconds without a line
 

@@ -5,14 +5,18 @@ import errno
 import fcntl
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from .._extras import install_command
 from .config import fingerprint
@@ -36,6 +40,7 @@ class RunDirectory:
     """
 
     CONFIG, METRICS, CURVE, CHECKPOINTS = "config.json", "metrics.jsonl", "curve.png", "checkpoints"
+    ARRAYS = "references.npz"  # numbers of the model at the start
     TRACKED = "tensorboard", "wandb", "trackio"  # files of trackers
 
     def __init__(self, path: Path):
@@ -73,7 +78,7 @@ class RunDirectory:
                 for folder in (run.checkpoints, *(path / name for name in cls.TRACKED)):
                     if folder.exists():
                         shutil.rmtree(folder)
-                for name in (cls.METRICS, cls.CURVE):
+                for name in (cls.METRICS, cls.CURVE, cls.ARRAYS):
                     (path / name).unlink(missing_ok=True)
                 run.write_config(config)
         return run
@@ -173,6 +178,23 @@ class RunDirectory:
         """Replace the content of config.json."""
         if self.writes:
             _replace(self.path / self.CONFIG, json.dumps(config, indent=2) + "\n")
+
+    def read_arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of `write_arrays`. Raises TrainError if they are missing or damaged."""
+        file = self.path / self.ARRAYS
+        with _explain(file, "cannot be read", "Start a new run."):
+            try:
+                with np.load(file) as arrays:
+                    return {name: arrays[name] for name in arrays.files}
+            except (zipfile.BadZipFile, EOFError) as error:
+                raise ValueError(str(error)) from error
+
+    def write_arrays(self, arrays: Mapping[str, Any]) -> None:
+        """Store arrays that the run needs to continue."""
+        if self.writes:
+            content = io.BytesIO()
+            np.savez(content, **arrays)
+            _replace(self.path / self.ARRAYS, content.getvalue())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, without an incomplete last one."""
@@ -297,7 +319,7 @@ def _check_writable(path: Path) -> None:
         pass
 
 
-def _replace(file: Path, text: str) -> None:
+def _replace(file: Path, content: str | bytes) -> None:
     partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text)
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(partial, file)

@@ -112,6 +112,15 @@ class Task(abc.ABC, Generic[Result]):
     def initial_state(self) -> Any:
         """Return the state before the first step."""
 
+    def start(self, run: RunDirectory, state: Any | None, log: Callable[[str], object]) -> None:
+        """Compute what the run needs of the model at its start, or read it; by default nothing.
+
+        Args:
+            run: The directory, where it is stored.
+            state: The initial state. None if the run continues after a checkpoint.
+            log: Called with a message for the user.
+        """
+
     @abc.abstractmethod
     def shapes(self) -> Any:
         """Return the shapes, dtypes and shardings of the state, as `jax.ShapeDtypeStruct`s."""

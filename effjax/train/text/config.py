@@ -23,6 +23,9 @@ from ..errors import TrainError
 
 # Default learning rates of fine-tuning: of all parameters, and of adapters.
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
+DPO_FULL_RATE, DPO_LORA_RATE = 1e-6, 1e-5
+DPO_BETA = 0.1
+PLANNED_PAIRS = 8  # of a packed row, for a plan without data
 MAX_WEIGHT = 1000  # of a data set
 SAMPLE_TOKENS = 64
 Offload = Literal["none", "activations", "params", "all"]
@@ -158,9 +161,14 @@ class TextConfig(RunConfig):
         """Tokens of a row."""
         raise NotImplementedError
 
-    def batch_dtypes(self) -> dict[str, str]:
-        """Return the dtype of each array of a batch, by name."""
-        return {"tokens": "int32", "labels": "int32"}
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of tokens of an example of a batch."""
+        return 1
+
+    def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the shape and the dtype of each array of a batch, by name."""
+        return dict.fromkeys(("tokens", "labels"), ((self.batch_size, self.row_length), "int32"))
 
     def resolve(self) -> Self:
         """Return the configuration; raise TrainError for options that cannot be combined."""
@@ -255,7 +263,8 @@ class FinetuneConfig(TextConfig):
     )
     data: list[str] | None = option(
         None,
-        help="Rows with `messages`, `prompt` and `completion`, or `text`: a file of JSON, .csv or "
+        help="Rows with `messages`, `prompt` and `completion`, or `text`, or those of --loss dpo: "
+        "a file of JSON, .csv or "
         ".parquet, or a data set of the Hub, OWNER/NAME[@REVISION][[:CONFIGURATION]:SPLIT]. Can be "
         "repeated.",
         group=DATA,
@@ -342,6 +351,19 @@ class FinetuneConfig(TextConfig):
         group=MODEL,
     )
     param_dtype: ParamDtype = inherit(TextConfig, "param_dtype", default="bfloat16")
+    loss: Literal["cross_entropy", "dpo"] = option(
+        "cross_entropy",
+        help="The cross entropy of tokens; or dpo, the preferences of rows with `chosen` and "
+        "`rejected`.",
+        group=OPTIMIZATION,
+    )
+    dpo_beta: float | None = option(
+        None,
+        help="Factor of the rewards of --loss dpo: the larger, the closer the model stays to the "
+        f"one at the start. (default: {DPO_BETA:g})",
+        group=OPTIMIZATION,
+        check=POSITIVE,
+    )
     epochs: int = option(3, help="Passes over the rows.", group=OPTIMIZATION, check=COUNT)
     sample_prompts: str | None = option(
         None,
@@ -368,12 +390,16 @@ class FinetuneConfig(TextConfig):
         help="Steps between validations, each with a checkpoint. (default: an epoch)",
     )
     batch_size: int = inherit(
-        TextConfig, "batch_size", help="Rows of --max-length tokens per step, over all devices."
+        TextConfig,
+        "batch_size",
+        help="Rows of --max-length tokens per step, over all devices; with --loss dpo, pairs of "
+        "them.",
     )
     learning_rate: float | None = inherit(
         TextConfig,
         "learning_rate",
-        help=f"Largest learning rate. (default: {FULL_RATE:g}, or {LORA_RATE:g} with --lora)",
+        help=f"Largest learning rate. (default: {FULL_RATE:g}, or {LORA_RATE:g} with --lora; with "
+        f"--loss dpo {DPO_FULL_RATE:g}, or {DPO_LORA_RATE:g})",
     )
     warmup: float = inherit(TextConfig, "warmup", default=0.03)
     dtype: Literal["float32", "bfloat16"] = inherit(TextConfig, "dtype", default="bfloat16")
@@ -410,10 +436,25 @@ class FinetuneConfig(TextConfig):
         """Tokens of a row."""
         return self.max_length
 
-    def batch_dtypes(self) -> dict[str, str]:
-        """Return the dtype of each array of a batch, by name."""
-        dtypes = super().batch_dtypes() | {"positions": "int32", "weights": "float32"}
-        return dtypes | {"segment_ids": "int32"} if self.packing else dtypes
+    @property
+    def has_pairs(self) -> bool:
+        """True if an example is a pair of a chosen and a rejected answer."""
+        return self.loss == "dpo"
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of tokens of an example of a batch."""
+        return 2 if self.has_pairs else 1
+
+    def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the shape and the dtype of each array of a batch, by name."""
+        rows = self.batch_size, *([2] if self.has_pairs else []), self.row_length
+        names = "tokens", "labels", "positions", *(["segment_ids"] if self.packing else [])
+        shapes = {**dict.fromkeys(names, (rows, "int32")), "weights": (rows, "float32")}
+        if self.has_pairs:
+            pairs = self.batch_size, PLANNED_PAIRS if self.packing else 1
+            shapes |= {"pairs": (pairs, "float32"), "references": ((*pairs, 2), "float32")}
+        return shapes
 
     @property
     def lora_scale(self) -> float:
@@ -442,16 +483,25 @@ class FinetuneConfig(TextConfig):
             raise TrainError(
                 "`optimizer` (=muon) trains the matrices of layers, not the adapters of `lora`"
             )
+        if self.dpo_beta is not None and not self.has_pairs:
+            raise TrainError(f"`dpo_beta` (={self.dpo_beta:g}) needs `loss` (=dpo)")
+        beta = DPO_BETA if self.has_pairs else None
         count, weights = len(self.data or ()), self.weights_of_data
         if weights is not None and len(weights) != count:
             raise TrainError(
                 f"`data_weights` (={self.data_weights}) must have a number for each `data`, and "
                 f"there are {count}"
             )
-        rate = self.learning_rate
-        if rate is None:
-            rate = FULL_RATE if self.lora is None else LORA_RATE
-        return dataclasses.replace(super().resolve(), learning_rate=rate)
+        rate = self._default_rate if self.learning_rate is None else self.learning_rate
+        return dataclasses.replace(
+            super().resolve(), learning_rate=rate, dpo_beta=self.dpo_beta or beta
+        )
+
+    @property
+    def _default_rate(self) -> float:
+        if self.has_pairs:
+            return DPO_FULL_RATE if self.lora is None else DPO_LORA_RATE
+        return FULL_RATE if self.lora is None else LORA_RATE
 
     def _with_adapter(self) -> Self:
         """Return the configuration with the options of its adapter."""

@@ -64,12 +64,13 @@ def finetune(
         out: The directory of the run. By default a new one in ``runs``.
         callbacks: Functions of a record. The record of a step has ``kind="train_step"``, ``step``,
             ``loss`` and ``tokens_per_second``; those of evaluations are the lines of
-            metrics.jsonl. If a callback returns True, the run is saved and ends after the next
-            step.
+            metrics.jsonl. Those of preferences have further metrics. If a callback returns True,
+            the run is saved and ends after the next step.
         loss: A function ``(logits, batch) -> (loss_sum, weight)`` in place of the cross entropy,
             for training and validation. Logits are float32 ``[N, T, vocab_size]``, in device
             memory as a whole. The batch has "labels" and "weights" ``[N, T]``. Losses are
-            divided by the sum of the weights of a step. Give the same function on `resume`.
+            divided by the sum of the weights of a step. Give the same function on `resume`. Not
+            with ``config.loss="dpo"``.
         resume: Continue after the newest checkpoint of `out`.
         overwrite: Replace a run in `out`.
         devices: Where to train. By default on all devices of all processes.

@@ -9,11 +9,12 @@ from ..errors import DataError, quoted
 from .sources import json_type
 
 TEXT, PROMPT, MESSAGES = ("text",), ("prompt", "completion"), ("messages",)
+PAIR = "chosen", "rejected"  # of preferences
 ALPACA, SHAREGPT = ("instruction", "output"), ("conversations",)
 FORMS = "one of these: `text`; `prompt` with `completion`; or `messages`"
 OPTIONAL = "tools", "chat_template_kwargs"  # beside messages
 # Columns that `--columns` may name.
-COLUMNS = (*TEXT, *PROMPT, *MESSAGES, *OPTIONAL, *ALPACA, "input", "system", *SHAREGPT)
+COLUMNS = (*TEXT, *PROMPT, *PAIR, *MESSAGES, *OPTIONAL, *ALPACA, "input", "system", *SHAREGPT)
 # Fields of other programs that would change what is trained.
 REFUSED = {
     "assistant_masks", "audio", "completion_mask", "history", "image", "images", "input_ids",
@@ -43,6 +44,10 @@ class Conversation:
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+# A text, a prompt with its completion, or a conversation.
+Content = str | tuple[str, str] | Conversation
+
+
 @dataclasses.dataclass
 class RowReader:
     """Finds the texts or conversations in rows, and remembers what it has not used.
@@ -59,41 +64,77 @@ class RowReader:
     recognized: dict[str, None] = dataclasses.field(default_factory=dict)
     found: set[str] = dataclasses.field(default_factory=set)
 
-    def read(self, content: Mapping[str, Any]) -> str | tuple[str, str] | Conversation:
+    def read(self, content: Mapping[str, Any]) -> Content:
         """Return a text, a prompt and its completion, or a conversation.
 
         Raises:
             DataError: The row is malformed. The message does not name it.
         """
+        row = self._translate(self._read_trained(content))
+        complete = [f for f in (TEXT, PROMPT, MESSAGES) if all(name in row for name in f)]
+        if not complete:
+            have = quoted(", ".join(f"`{name}`" for name in row)) or "nothing"
+            remedy = "--columns gives other names."
+            if all(name in row for name in PAIR):
+                remedy = "--loss dpo trains on `chosen` and `rejected`."
+            raise DataError(f"must have {FORMS}. It has {have}. {remedy}")
+        if len(complete) > 1:
+            names = " and ".join(f"`{name}`" for form in complete for name in form)
+            raise DataError(f"must have only {FORMS}. It has {names}.")
+        (form,) = complete
+        is_chat = form != TEXT and all(isinstance(row[name], list) for name in form)
+        self._note_unused(row, *form, *(OPTIONAL if is_chat else ()))
+        if is_chat:
+            return self._read_conversation(row, form)
+        if form == MESSAGES:
+            raise DataError("`messages` must be a list of at least one message")
+        texts = _read_texts(row, form)
+        return texts[0] if form == TEXT else (texts[0], texts[1])
+
+    def read_pair(self, content: Mapping[str, Any]) -> tuple[Content, Content]:
+        """Return the chosen and the rejected answer, each with its prompt.
+
+        Without a `prompt` of messages, the prompt is what the two lists of messages begin with.
+
+        Raises:
+            DataError: The row is malformed. The message does not name it.
+        """
+        row = self._read_trained(content)
+        if missing := [name for name in PAIR if name not in row]:
+            have = quoted(", ".join(f"`{name}`" for name in row)) or "nothing"
+            raise DataError(
+                f"must have `prompt`, `chosen` and `rejected`. It lacks `{missing[0]}`, and has "
+                f"{have}. --columns gives other names."
+            )
+        is_chat = [isinstance(row[name], list) for name in PAIR]
+        prompt = row.get("prompt")
+        if all(is_chat):
+            if not isinstance(prompt, list):
+                row |= _find_prompt(row["chosen"], row["rejected"])
+                self.recognized["the prompt is what `chosen` and `rejected` begin with"] = None
+            self._note_unused(row, "prompt", *PAIR, *OPTIONAL)
+            chosen, rejected = (self._read_conversation(row, ("prompt", name)) for name in PAIR)
+            return chosen, rejected
+        if prompt is None:
+            raise DataError(
+                "must have a `prompt`, unless `chosen` and `rejected` are lists of messages"
+            )
+        self._note_unused(row, "prompt", *PAIR)
+        first, chosen, rejected = _read_texts(row, ("prompt", *PAIR))
+        return (first, chosen), (first, rejected)
+
+    def _read_trained(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row by the names of `COLUMNS`, without fields that are null."""
         row = self._rename({name: value for name, value in content.items() if value is not None})
         if refused := sorted(REFUSED & row.keys()):
             raise DataError(
                 f"`{refused[0]}` would change what is trained, and is not supported. Remove it "
                 "from the rows."
             )
-        row = self._translate(row)
-        complete = [f for f in (TEXT, PROMPT, MESSAGES) if all(name in row for name in f)]
-        if not complete:
-            have = quoted(", ".join(f"`{name}`" for name in row)) or "nothing"
-            raise DataError(f"must have {FORMS}. It has {have}. --columns gives other names.")
-        if len(complete) > 1:
-            names = " and ".join(f"`{name}`" for form in complete for name in form)
-            raise DataError(f"must have only {FORMS}. It has {names}.")
-        (form,) = complete
-        is_chat = form != TEXT and all(isinstance(row[name], list) for name in form)
-        used = {*form, *(OPTIONAL if is_chat else ())}
+        return row
+
+    def _note_unused(self, row: Mapping[str, Any], *used: str) -> None:
         self.unused |= {name: None for name in row if name not in used}
-        if is_chat:
-            return self._read_conversation(row, form)
-        texts = [row[name] for name in form]
-        for name, text in zip(form, texts, strict=True):
-            if form == MESSAGES:
-                raise DataError("`messages` must be a list of at least one message")
-            if not isinstance(text, str):
-                raise DataError(f"`{name}` must be a string, not a {json_type(text)}")
-            if not text and name != "prompt":
-                raise DataError(f"`{name}` must not be empty")
-        return texts[0] if form == TEXT else (texts[0], texts[1])
 
     def read_prompt(self, content: Mapping[str, Any]) -> str | Conversation:
         """Return a text to continue, or a conversation to answer.
@@ -107,8 +148,7 @@ class RowReader:
             raise DataError("must have one of `prompt` and `messages`")
         (name,) = given
         is_chat = isinstance(row[name], list)
-        used = {name, *(OPTIONAL if is_chat else ())}
-        self.unused |= {name: None for name in row if name not in used}
+        self._note_unused(row, name, *(OPTIONAL if is_chat else ()))
         if not is_chat:
             if name == "messages" or not isinstance(row[name], str):
                 kind = "a list" if name == "messages" else "a string or a list"
@@ -214,6 +254,28 @@ class RowReader:
         if content is not None:
             message["content"] = content
         return message, bool(weight) and train
+
+
+def _read_texts(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the strings of some fields, of which the prompt may be empty."""
+    for name in names:
+        if not isinstance(row[name], str):
+            raise DataError(f"`{name}` must be a string, not a {json_type(row[name])}")
+        if not row[name] and name != "prompt":
+            raise DataError(f"`{name}` must not be empty")
+    return [row[name] for name in names]
+
+
+def _find_prompt(chosen: list[Any], rejected: list[Any]) -> dict[str, list[Any]]:
+    """Return the messages that both begin with as `prompt`, and the rest of each."""
+    count = 0
+    while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
+        count += 1
+    if not count:
+        raise DataError("`chosen` and `rejected` must begin with the same messages, the prompt")
+    if count in (len(chosen), len(rejected)):
+        raise DataError("`chosen` and `rejected` must end with different answers")
+    return {"prompt": chosen[:count], "chosen": chosen[count:], "rejected": rejected[count:]}
 
 
 def _join_parts(number: int, content: Any) -> Any:

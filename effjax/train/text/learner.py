@@ -27,6 +27,7 @@ from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
 from ..optimizers import make_optimizer, make_schedule
 from .config import FinetuneConfig, LMConfig, Offload, Policy, TextConfig
+from .preferences import as_rows, preference_loss, sum_log_probs
 
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # suffixes of the names of adapters
 POLICIES: dict[str, Any] = {
@@ -97,6 +98,7 @@ def make_learner(
         lora_rank=config.lora if lora else None, lora_scale=config.lora_scale if lora else 1.0,
         lora_targets=_find_targets(config, model) if lora else None,
         lora_dropout=(config.lora_dropout or 0.0) if lora else 0.0, loss=loss,
+        dpo_beta=config.dpo_beta if lora else None,
     )  # fmt: skip
 
 
@@ -154,6 +156,8 @@ class DecoderLearner:
         lora_targets: The linear layers with adapters, as in `self_attn.q_proj`. None for all.
         lora_dropout: The share of the inputs of adapters that is dropped in training.
         loss: The loss in place of the cross entropy.
+        dpo_beta: The factor of the rewards of preferences, for batches of `PackedPairs`. None for
+            the cross entropy.
         skip_nonfinite: Whether a step with a loss or gradients that are not finite changes only
             the number of the step. Not with `fuse_update`.
     """
@@ -174,6 +178,7 @@ class DecoderLearner:
     lora_dropout: float = 0.0
     skip_nonfinite: bool = False
     loss: Loss | None = None
+    dpo_beta: float | None = None
 
     @property
     def params_on_host(self) -> bool:
@@ -261,6 +266,9 @@ class DecoderLearner:
         The batch is that of `decoder_functions`. The loss is the weighted mean over its tokens, and
         NaN if a gradient is not finite. `key` is that of the run, which the dropout of adapters
         needs.
+
+        Of preferences, the batch is that of `PackedPairs`, and in place of the loss is a dict of
+        the means over its pairs: the "loss" and the metrics of `preferences`.
         """
         _, train_step = self._offload_functions()
 
@@ -268,16 +276,40 @@ class DecoderLearner:
             # The recomputation of a layer, and a run that resumes, drop the same numbers.
             step_key = jax.random.fold_in(key, state.step) if self.lora_dropout else None
             result = train_step(state.model, batch, step_key)
-            loss = jnp.where(result.finite, result.loss, jnp.nan)
-            return DecoderState(state.step + 1, result.state), loss
+            metrics: Any = jnp.where(result.finite, result.loss, jnp.nan)
+            if self.dpo_beta is not None:
+                count = jnp.sum(batch["pairs"])
+                means = {name: jnp.sum(sums) / count for name, sums in result.head_aux.items()}
+                metrics = {"loss": metrics, **means}
+            return DecoderState(state.step + 1, result.state), metrics
 
         return step
 
     def eval_step(self) -> Callable:
-        """Return ``(layers, others, batch) -> (loss_sum, weight)``, not compiled."""
-        embed, layer, head = self._functions()
+        """Return ``(layers, others, batch) -> (loss_sum, weight)``, not compiled.
 
-        def step(layers: Params, others: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
+        Of preferences, the result is ``((loss_sum, weight), sums)`` with the sums of the metrics.
+        """
+        return self._forward(self._functions().head)
+
+    def log_probs_step(self) -> Callable:
+        """Return ``(layers, others, batch) -> log_probs`` of preferences, not compiled.
+
+        They are those of `sum_log_probs`, on each device.
+        """
+
+        def head(others: Params, x: Params, batch: Any) -> jax.Array:
+            others = gather_params(others, self.mesh)
+            log_probs = sum_log_probs(self.model, others, x["hidden"], batch)
+            return jax.lax.with_sharding_constraint(log_probs, replicated(self.mesh))
+
+        return self._forward(head)
+
+    def _forward(self, head: Callable) -> Callable:
+        """Return ``(layers, others, batch) -> result`` of a head."""
+        embed, layer, _ = self._functions()
+
+        def step(layers: Params, others: Params, batch: Any) -> Any:
             others = to_device(others)
             x = offload_scan(layer, layers, embed(others, batch), trainable=False, **self._places())
             return head(others, x, batch)
@@ -292,8 +324,18 @@ class DecoderLearner:
             lora_dropout=self.lora_dropout,
         )  # fmt: skip
 
-        loss = self.loss
-        if loss is not None:
+        loss, beta = self.loss, self.dpo_beta
+        if beta is not None:
+            embed_rows = embed
+
+            def embed(others: Params, batch: Any, key: Any = None) -> Params:
+                return embed_rows(others, as_rows(batch), key)
+
+            def head(others: Params, x: Params, batch: Any, key: Any = None) -> Any:
+                log_probs = sum_log_probs(self.model, others, x["hidden"], batch)
+                return preference_loss(beta, log_probs, batch)
+
+        elif loss is not None:
 
             def head(others: Params, x: Params, batch: Any, key: Any = None) -> Any:
                 return loss(decoder_logits(self.model, others, x["hidden"]), batch)
@@ -309,8 +351,9 @@ class DecoderLearner:
         trains_all = self.lora_rank is None
         return offload_train_step(
             *self._functions(), self.optimizer,
-            weighted_loss=True, fuse_update=self.fuse_update, clip_norm=self.clip_norm,
-            clip_by=clip_by, skip_nonfinite=self.skip_nonfinite,
+            weighted_loss=True, head_has_aux=self.dpo_beta is not None,
+            fuse_update=self.fuse_update, clip_norm=self.clip_norm, clip_by=clip_by,
+            skip_nonfinite=self.skip_nonfinite,
             num_microbatches=self.num_microbatches, policy=POLICIES[self.policy],
             trainable=trains_all or is_adapter, trainable_others=trains_all,
             others_in="host" if self.params_on_host else "device", **self._places(),

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -37,9 +37,14 @@ class PackedSequences:
         return len(self.starts) - 1
 
     @property
+    def tokens_per_row(self) -> float:
+        """Mean number of tokens of a row, without padding."""
+        return len(self.sequences.tokens) / max(len(self), 1)
+
+    @property
     def efficiency(self) -> float:
         """Share of the tokens that are not padding."""
-        return len(self.sequences.tokens) / max(len(self) * self.length, 1)
+        return self.tokens_per_row / self.length
 
     def batch(self, rows: np.ndarray) -> Batch:
         """Return rows as arrays [N, T].
@@ -92,7 +97,15 @@ def pack(
         in_order: Whether to keep the order of the sequences. A row then ends where the next
             sequence does not fit.
     """
-    number, lengths = len(sequences), sequences.lengths
+    order, starts = _distribute(sequences.lengths, length, packing, in_order)
+    return PackedSequences(sequences, length, order, starts, packing, not in_order)
+
+
+def _distribute(
+    lengths: np.ndarray, length: int, packing: bool, in_order: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the `order` and the `starts` of sequences of some lengths."""
+    number = len(lengths)
     if not packing or in_order:
         firsts, room = [], 0
         for sequence, size in enumerate(lengths.tolist()):
@@ -100,11 +113,8 @@ def pack(
                 firsts.append(sequence)
                 room = length
             room -= size
-        starts = np.array([*firsts, number])
-        return PackedSequences(
-            sequences, length, np.arange(number), starts, packing, shuffled=not in_order
-        )
-    row_of = np.zeros(len(sequences), np.int64)
+        return np.arange(number), np.array([*firsts, number])
+    row_of = np.zeros(number, np.int64)
     rooms: list[int] = []  # the different numbers of free tokens, sorted
     rows: dict[int, list[int]] = {}  # the rows with that many
     count = 0
@@ -125,7 +135,96 @@ def pack(
             rows[room] = []
         rows[room].append(row)
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=count))])
-    return PackedSequences(sequences, length, np.argsort(row_of, kind="stable"), starts)
+    return np.argsort(row_of, kind="stable"), starts
+
+
+@dataclass(frozen=True)
+class PackedPairs:
+    """Rows of pairs of sequences, from `pack_pairs`.
+
+    Attributes:
+        sides: The chosen sequences and the rejected ones, in the same rows and order.
+        references: float32 [number of pairs, 2], the log probabilities of both by the model at the
+            start of the run. NaN until they are computed.
+        pairs_per_row: The largest number of pairs in a row.
+    """
+
+    sides: tuple[PackedSequences, PackedSequences]
+    references: np.ndarray
+    pairs_per_row: int
+
+    def __len__(self) -> int:
+        return len(self.sides[0])
+
+    @property
+    def shuffled(self) -> bool:
+        """True if each epoch has the rows in another order."""
+        return self.sides[0].shuffled
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Mean number of tokens of a pair of rows, without padding."""
+        return sum(side.tokens_per_row for side in self.sides)
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the tokens that are not padding."""
+        return self.tokens_per_row / (2 * self.sides[0].length)
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        """Return rows as arrays [N, 2, T] as `PackedSequences.batch`, the chosen ones first.
+
+        - `pairs`: [N, P], 1 for each pair of a row, 0 for the places behind them.
+        - `references`: [N, P, 2], the log probabilities of `references`.
+
+        Args:
+            rows: Indices of rows [N]. -1 is a row of padding only.
+        """
+        chosen, rejected = (side.batch(rows) for side in self.sides)
+        batch = {name: np.stack([chosen[name], rejected[name]], 1) for name in chosen}
+        batch["pairs"] = np.zeros((len(rows), self.pairs_per_row), "f4")
+        batch["references"] = np.zeros((*batch["pairs"].shape, 2), "f4")
+        for i, pairs in enumerate(self._pairs_of(rows)):
+            batch["pairs"][i, : len(pairs)] = 1
+            batch["references"][i, : len(pairs)] = self.references[pairs]
+        return batch
+
+    def set_references(self, rows: np.ndarray, log_probs: np.ndarray) -> None:
+        """Store the log probabilities [N, P, 2] of the pairs of rows [N]."""
+        for pairs, values in zip(self._pairs_of(rows), log_probs, strict=True):
+            self.references[pairs] = values[: len(pairs)]
+
+    def _pairs_of(self, rows: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the pairs in each row."""
+        order, starts = self.sides[0].order, self.sides[0].starts
+        for row in rows:
+            yield order[starts[row] : starts[row + 1]] if row >= 0 else order[:0]
+
+
+def pack_pairs(
+    parts: Sequence[Sequences], length: int, packing: bool = True, in_order: bool = False
+) -> list[PackedPairs]:
+    """Distribute pairs over rows of a fixed length, as `pack` does.
+
+    A pair has as much room as its longer sequence takes in both rows.
+
+    Args:
+        parts: Chosen and rejected sequences in turns, from `load_rows`.
+        length: Number of tokens in a row.
+        packing: If False, each row has one pair.
+        in_order: Whether to keep the order of the pairs.
+    """
+    packed = []
+    for part in parts:
+        is_chosen = np.arange(len(part)) % 2 == 0
+        sides = part.select(is_chosen), part.select(~is_chosen)
+        lengths = np.maximum(*(side.lengths for side in sides))
+        rows = length, *_distribute(lengths, length, packing, in_order), packing, not in_order
+        chosen, rejected = (PackedSequences(side, *rows) for side in sides)
+        packed.append(((chosen, rejected), np.full((len(lengths), 2), np.nan, np.float32)))
+    counts = [np.diff(sides[0].starts).max(initial=1) for sides, _ in packed]
+    # Programs are compiled for one number.
+    return [PackedPairs(*part, pairs_per_row=int(max(counts))) for part in packed]
 
 
 @dataclass(frozen=True)
@@ -139,11 +238,15 @@ class PackedRows:
     """
 
     source: FinetuneData
-    train: PackedSequences
-    validation: PackedSequences
+    train: PackedSequences | PackedPairs
+    validation: PackedSequences | PackedPairs
 
-    unit: ClassVar[str] = "token"
     unigram_bits: ClassVar[None] = None
+
+    @property
+    def unit(self) -> str:
+        """What a loss is a mean over."""
+        return "pair" if isinstance(self.train, PackedPairs) else "token"
 
     @property
     def has_validation(self) -> bool:
@@ -153,7 +256,7 @@ class PackedRows:
     @property
     def tokens_per_row(self) -> float:
         """Mean number of tokens of a row, without padding."""
-        return self.train.length * self.train.efficiency
+        return self.train.tokens_per_row
 
     @property
     def rows_per_epoch(self) -> int:
@@ -179,7 +282,7 @@ class PackedRows:
 
 
 def train_batches(
-    packed: PackedSequences, batch_size: int, seed: int, first_step: int = 0,
+    packed: PackedSequences | PackedPairs, batch_size: int, seed: int, first_step: int = 0,
     rows: slice = slice(None),
 ) -> Iterator[Batch]:  # fmt: skip
     """Yield batches without end, determined by seed and step.
@@ -188,7 +291,7 @@ def train_batches(
     epoch and begin the next.
 
     Args:
-        packed: From `pack`; not empty.
+        packed: From `pack` or `pack_pairs`; not empty.
         batch_size: Number of rows in a batch.
         seed: Seed of the order.
         first_step: Number of batches to skip.
@@ -201,18 +304,24 @@ def train_batches(
 
 
 def eval_batches(
-    packed: PackedSequences, batch_size: int, rows: slice = slice(None)
+    packed: PackedSequences | PackedPairs, batch_size: int, rows: slice = slice(None)
 ) -> Iterator[Batch]:
     """Yield all rows in order. The last batch is filled up with padding, whose weights are 0.
 
     Args:
-        packed: From `pack`.
+        packed: From `pack` or `pack_pairs`.
         batch_size: Number of rows in a batch.
         rows: Rows of each batch to return (those of this process).
     """
-    for first in range(0, len(packed), batch_size):
+    for numbers in number_rows(len(packed), batch_size):
+        yield packed.batch(numbers[rows])
+
+
+def number_rows(count: int, batch_size: int) -> Iterator[np.ndarray]:
+    """Yield the numbers of all rows, batch by batch; -1 fills up the last one."""
+    for first in range(0, count, batch_size):
         numbers = np.arange(first, first + batch_size)
-        yield packed.batch(np.where(numbers < len(packed), numbers, -1)[rows])
+        yield np.where(numbers < count, numbers, -1)
 
 
 def _train_order(count: int, seed: int, first: int, shuffled: bool) -> Iterator[int]:

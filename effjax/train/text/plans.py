@@ -5,7 +5,6 @@ No data and no weights are read; of a checkpoint only config.json.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -65,10 +64,9 @@ def training_step(
     mesh = planning_mesh(config.mesh, num_devices)
     config = dataclasses.replace(config, steps=config.steps or STEPS)
     learner = make_learner(config, model or read_model(config), mesh)
-    shape, sharding = (config.batch_size, config.row_length), batch_sharding(mesh)
     batch = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for name, dtype in config.batch_dtypes().items()
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh))
+        for name, (shape, dtype) in config.batch_shapes().items()
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
     return offload_jit(learner.train_step()), learner.shapes(), batch, key
@@ -161,8 +159,9 @@ def memory_choices(config: TextConfig, given: set[str], num_devices: int = 1) ->
         return changed
 
     model, dtype = read_model(config.resolve()), jnp.dtype(config.dtype)
-    shape = model.num_hidden_layers, config.batch_size, config.row_length, model.hidden_size
-    residuals = math.prod(shape) * dtype.itemsize  # all policies keep the inputs of the layers
+    tokens = config.batch_size * config.rows_per_example * config.row_length
+    # All policies keep the inputs of the layers.
+    residuals = model.num_hidden_layers * tokens * model.hidden_size * dtype.itemsize
 
     def min_bytes(activations: str, **_: Any) -> tuple[int, int]:
         return (0, residuals) if activations == "host" else (residuals // num_devices, 0)

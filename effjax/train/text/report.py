@@ -15,7 +15,8 @@ def describe(task: TextTask) -> list[str]:
     """Describe the data, the model and the devices, one per line."""
     config, learner = task.config, task.learner
     steps = f"{counted(config.steps or 0, 'step')}, {describe_devices(task.mesh)}"
-    batch = f"{config.dtype}, batch {config.batch_size} × {config.row_length}"
+    pairs = " × 2" if config.rows_per_example == 2 else ""
+    batch = f"{config.dtype}, batch {config.batch_size}{pairs} × {config.row_length}"
     model = (
         f"{counted(learner.model.num_hidden_layers, 'layer')} of width "
         f"{learner.model.hidden_size}, {learner.num_params} parameters"
@@ -65,9 +66,10 @@ def _warn(config: FinetuneConfig, rows: PackedRows) -> list[str]:
 def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:
     """Describe the sequences, what was left out, and how they are packed."""
     data = rows.source
-    held_out = f" and {len(data.validation)} validation" if rows.has_validation else ""
+    noun, share = ("pairs", 2) if config.has_pairs else ("sequences", 1)
+    held_out = f" and {len(data.validation) // share} validation" if rows.has_validation else ""
     lines = [
-        f"{data.name}: {len(data.train)} train{held_out} sequences of "
+        f"{data.name}: {len(data.train) // share} train{held_out} {noun} of "
         f"{counted(data.num_rows, 'row')}, {len(data.train.tokens)} train tokens, "
         f"{data.train.num_losses} of them with loss"
     ]
@@ -82,8 +84,10 @@ def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:
     ]
     lines += data.notes
     packed = "packed into" if config.packing else "not packed:"
+    count = counted(len(rows.train), "pair of rows" if config.has_pairs else "row")
+    count = count.replace("pair of rowss", "pairs of rows")
     lines.append(
-        f"{packed} {counted(len(rows.train), 'row')} of {config.max_length} tokens, "
+        f"{packed} {count} of {config.max_length} tokens, "
         f"{rows.train.efficiency:.0%} of which are used"
     )
     return lines

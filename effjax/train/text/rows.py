@@ -12,6 +12,9 @@ A row has one of these, or fields of other programs that `RowReader` reads as on
   spans both has loss.
 - ``{"text": "..."}``. The loss is that of all tokens.
 
+A row of preferences has ``{"prompt": ..., "chosen": ..., "rejected": ...}``, of texts or of lists
+of messages. Each answer becomes a sequence, as a completion does.
+
 Rows that are cut lose their EOS.
 """
 
@@ -27,7 +30,7 @@ import numpy as np
 from ..errors import DataError, counted, quoted
 from .chat import Spans, Tokenizer
 from .encode import encode_texts
-from .forms import Conversation, RowReader, parse_columns
+from .forms import Content, Conversation, RowReader, parse_columns
 from .sources import read_rows
 
 CHUNK = 2**22  # characters of rows that are tokenized at a time, in parallel
@@ -173,6 +176,7 @@ def load_rows(
     validation_path: str | Path | Sequence[str] | None = None,
     weights: Sequence[float] | None = None,
     columns: str | None = None,
+    pairs: bool = False,
 ) -> FinetuneData:
     """Read and tokenize rows, and split them into train and validation rows.
 
@@ -195,6 +199,8 @@ def load_rows(
         weights: How often the train rows of each data set are repeated. Of 1.5, half of the rows
             are there twice; of 0.5, half of them are left out.
         columns: Names of columns, as for `parse_columns`.
+        pairs: Whether rows are preferences. Each has two sequences, the chosen one and the rejected
+            one. A row is left out if one of them has no token with loss.
 
     Raises:
         DataError: A file cannot be read, a row is malformed (the message has its line number), or a
@@ -208,7 +214,7 @@ def load_rows(
     )
     weights = [1.0] * len(names) if weights is None else weights
     reader = RowReader(parse_columns(columns) if columns else {})
-    parts = [_tokenize(name, tokenizer, max_length, reader) for name in names]
+    parts = [_tokenize(name, tokenizer, max_length, reader, pairs) for name in names]
     shown, hashes = ", ".join(names), np.concatenate([part.hashes for part in parts])
     used, num_repeated = parts, 0
     if not validation_names:
@@ -221,7 +227,9 @@ def load_rows(
         )
         excluded = hashes[is_held_out]
     else:
-        others = [_tokenize(name, tokenizer, max_length, reader) for name in validation_names]
+        others = [
+            _tokenize(name, tokenizer, max_length, reader, pairs) for name in validation_names
+        ]
         held_out, excluded = (
             join([part.sequences for part in others]),
             np.concatenate([part.hashes for part in others]),
@@ -303,12 +311,12 @@ def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
 
 
 def _tokenize(
-    name: str, tokenizer: Tokenizer, max_length: int, reader: RowReader
+    name: str, tokenizer: Tokenizer, max_length: int, reader: RowReader, pairs: bool
 ) -> _TokenizedRows:
     """Read a data set and tokenize its rows."""
     tokens, losses, lengths, row_of, hashes = [], [], [], [], []
     num_cut = num_skipped = num_split = 0
-    for chunk in _chunk(_read_examples(name, tokenizer, reader)):
+    for chunk in _chunk(_read_examples(name, tokenizer, reader, pairs)):
         texts = [example.text for row in chunk for example in row]
         encodings = iter(encode_texts(tokenizer.backend, texts))
         pieces = []
@@ -318,9 +326,11 @@ def _tokenize(
                 ids, has_loss = _mask(example, next(encodings), tokenizer)
                 is_cut |= len(ids) > max_length and example.kind != "text"
                 pieces += _split(ids, has_loss, max_length, example.kind == "text")
+            if pairs and len(pieces) < before + 2:
+                del pieces[before:]
             row_of += [len(hashes)] * (len(pieces) - before)
             num_cut += is_cut
-            num_split += len(row) > 1
+            num_split += len(row) > 1 and not pairs
             num_skipped += len(pieces) == before
             digest = blake2b(repr(row).encode(), digest_size=8).digest()
             hashes.append(int.from_bytes(digest, "little"))
@@ -385,20 +395,34 @@ def _concatenate(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
-def _read_examples(name: str, tokenizer: Tokenizer, reader: RowReader) -> Iterator[list[_Example]]:
-    """Yield the examples of each row."""
+def _read_examples(
+    name: str, tokenizer: Tokenizer, reader: RowReader, pairs: bool
+) -> Iterator[list[_Example]]:
+    """Yield the examples of each row; of pairs, the chosen and the rejected one."""
     for row in read_rows(name):
         try:
-            content = reader.read(row.content)
-            if isinstance(content, Conversation):
-                turns = tokenizer.render_turns(
-                    content.messages, content.tools, content.has_loss, content.variables
+            if not pairs:
+                yield _render(reader.read(row.content), tokenizer)
+                continue
+            sides = [_render(side, tokenizer) for side in reader.read_pair(row.content)]
+            if any(len(examples) > 1 for examples in sides):
+                raise DataError(
+                    "the chat template renders the conversation differently for each answer. Give "
+                    "`chosen` and `rejected` with one answer each"
                 )
-                yield [_Example("messages", *turn) for turn in turns]
-            elif isinstance(content, str):
-                yield [_Example("text", content, ())]
-            else:
-                prompt, text = content[0], "".join(content)
-                yield [_Example("completion", text, ((len(prompt), len(text)),))]
+            yield [example for (example,) in sides]
         except DataError as error:
             raise DataError(f"{name}: {row.place}: {error}") from error
+
+
+def _render(content: Content, tokenizer: Tokenizer) -> list[_Example]:
+    """Return the examples of the content of a row."""
+    if isinstance(content, Conversation):
+        turns = tokenizer.render_turns(
+            content.messages, content.tools, content.has_loss, content.variables
+        )
+        return [_Example("messages", *turn) for turn in turns]
+    if isinstance(content, str):
+        return [_Example("text", content, ())]
+    prompt, text = content[0], "".join(content)
+    return [_Example("completion", text, ((len(prompt), len(text)),))]

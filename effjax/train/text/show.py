@@ -38,7 +38,12 @@ def show_rows(
     """
     count = min(count, len(rows.train))
     batch = next(rows.train_batches(count, config.seed))
-    for i in range(count):
+    sides = [""]
+    if config.has_pairs:
+        sides = [", chosen", ", rejected"]
+        names = batch.keys() - {"pairs", "references"}
+        batch = {name: batch[name].reshape(2 * count, -1) for name in names}
+    for i in range(count * len(sides)):
         tokens, positions = batch["tokens"][i], batch["positions"][i]
         # The weight of a position is that of the next token, which it predicts.
         has_loss = np.append(False, batch["weights"][i, :-1] > 0)
@@ -48,7 +53,7 @@ def show_rows(
         number = int(segments.max())
         console.print(
             Text(
-                f"row {i + 1}: {counted(number, 'sequence')}, "
+                f"row {i // len(sides) + 1}{sides[i % len(sides)]}: {counted(number, 'sequence')}, "
                 f"{counted(int((segments > 0).sum()), 'token')}, {int(has_loss.sum())} with loss"
             )
         )

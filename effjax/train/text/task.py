@@ -6,15 +6,17 @@ import datetime
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from ... import __version__, offload_jit
 from ...convert import save_adapter, save_checkpoint
-from ..errors import DataError, TrainError
+from ..errors import DataError, TrainError, counted
 from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mesh
 from ..run_directory import RunDirectory
 from ..task import SAMPLES, Metrics, Part, Record, Task, TrainStep
@@ -31,7 +33,7 @@ from .learner import (
     learning_rate_schedule,
     make_learner,
 )
-from .packing import PackedRows, pack
+from .packing import PackedPairs, PackedRows, number_rows, pack, pack_pairs
 from .rows import FinetuneData, load_rows
 from .samples import Samples, read_prompts
 from .windows import Batch, Text, TextWindows, check_length, hold_out, load_text
@@ -41,7 +43,7 @@ LoadProgress = Callable[[int, int], object]  # called with the bytes read and th
 
 @dataclasses.dataclass(frozen=True)
 class TextResult:
-    """Result of a run. Losses are means over the tokens with loss, in nats.
+    """Result of a run. Losses are means over the tokens with loss, or over pairs, in nats.
 
     Attributes:
         train_loss: Mean over the steps between the last two reports.
@@ -106,6 +108,8 @@ def prepare(
         samples = None
     else:
         assert isinstance(config, FinetuneConfig) and text is None
+        if config.has_pairs and loss is not None:
+            raise TrainError("`loss` (=dpo) cannot be combined with a function as the loss")
         config, data, base, tokenizer = read_rows(config)
         model, samples = base.model, read_prompts(config, base, tokenizer)
     learner = make_learner(config, model, mesh, loss)
@@ -130,13 +134,17 @@ def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base,
     tokenizer = load_tokenizer(base.folder, date, config.chat_template)
     source = load_rows(
         config.data, tokenizer, config.max_length, config.validation, config.validation_data,
-        config.weights_of_data, config.columns,
+        config.weights_of_data, config.columns, config.has_pairs,
     )  # fmt: skip
     check_vocabulary(source, tokenizer, base)
-    train, validation = (
-        pack(part, config.max_length, config.packing, config.order == "file")
-        for part in (source.train, source.validation)
+    parts, layout = (
+        (source.train, source.validation),
+        (config.max_length, config.packing, config.order == "file"),
     )
+    if config.has_pairs:
+        train, validation = pack_pairs(parts, *layout)
+    else:
+        train, validation = (pack(part, *layout) for part in parts)
     steps = config.steps or round_steps(config.epochs, len(train), config.batch_size)
     config = dataclasses.replace(config, checkpoint=base.path, date=date.isoformat(), steps=steps)
     return config, PackedRows(source, train, validation), base, tokenizer
@@ -230,29 +238,66 @@ class TextTask(Task[TextResult]):
     def shapes(self) -> DecoderState:
         return self.learner.shapes()
 
+    def start(
+        self, run: RunDirectory, state: DecoderState | None, log: Callable[[str], object]
+    ) -> None:
+        if not isinstance(self.data, PackedRows):
+            return
+        parts = {"train": self.data.train, "validation": self.data.validation}
+        pairs = {name: part for name, part in parts.items() if isinstance(part, PackedPairs)}
+        if state is not None and pairs:
+            count = sum(len(part.references) for part in pairs.values())
+            log(f"computing the log probabilities of {counted(count, 'pair')} by the first model")
+            log_probs = offload_jit(self.learner.log_probs_step(), donate=False)
+            for part in pairs.values():
+                self._set_references(part, log_probs, state)
+            run.write_arrays({name: part.references for name, part in pairs.items()})
+            return
+        stored = run.read_arrays() if pairs else {}
+        for name, part in pairs.items():
+            if name not in stored or stored[name].shape != part.references.shape:
+                raise TrainError(f"{run.path}: its log probabilities are those of other data.")
+            part.references[:] = stored[name]
+
+    def _set_references(self, part: PackedPairs, log_probs: Callable, state: DecoderState) -> None:
+        size = self._eval_size
+        rows = local_rows(size, self.mesh)
+        for numbers in number_rows(len(part), size):
+            batch = global_batch(part.batch(numbers[rows]), size, self.mesh)
+            values = log_probs(state.model.layers, state.model.others, batch)
+            part.set_references(numbers, np.asarray(values))
+
+    @property
+    def _eval_size(self) -> int:
+        # As many rows as a training step has on the device at a time.
+        return self.config.batch_size // self.config.num_microbatches
+
     def make_step(self) -> TrainStep:
         # Each array keeps its sharding and its memory.
         return offload_jit(self.learner.train_step())
 
     def make_eval(self) -> Callable[[DecoderState, Part], Metrics]:
         eval_step = offload_jit(self.learner.eval_step(), donate=False)
-        # As many rows as a training step has on the device at a time.
-        size = self.config.batch_size // self.config.num_microbatches
+        size, has_pairs = self._eval_size, self.learner.dpo_beta is not None
         rows = local_rows(size, self.mesh)
 
         def evaluate(state: DecoderState, part: Part) -> Metrics:
-            total, weight, is_empty = 0.0, 0.0, True
+            totals: defaultdict[str, float] = defaultdict(float)
+            weight, is_empty = 0.0, True
             for batch in self.data.eval_batches(part, size, rows):
-                sums = eval_step(
+                result = eval_step(
                     state.model.layers, state.model.others, global_batch(batch, size, self.mesh)
                 )
-                total, weight = total + float(sums[0]), weight + float(sums[1])
+                (loss, count), sums = result if has_pairs else (result, {})
+                weight += float(count)
+                for name, value in {"loss": loss, **sums}.items():
+                    totals[name] += float(value)
                 is_empty = False
             if is_empty:
                 return {}
-            loss = total / weight
-            bits = {"bits_per_byte": loss / math.log(2)} if self.data.unit == "byte" else {}
-            return {"loss": loss, **bits}
+            means = {name: total / weight for name, total in totals.items()}
+            bits = {"bits_per_byte": means["loss"] / math.log(2)}
+            return means | (bits if self.data.unit == "byte" else {})
 
         return evaluate
 
@@ -268,8 +313,9 @@ class TextTask(Task[TextResult]):
         for batch in self.data.train_batches(size, seed, done, rows):
             yield global_batch(batch, size, self.mesh)
 
-    def read(self, metrics: jax.Array) -> Metrics:
-        return {"loss": float(metrics)}
+    def read(self, metrics: Any) -> Metrics:
+        metrics = jax.device_get(metrics if isinstance(metrics, dict) else {"loss": metrics})
+        return {name: float(value) for name, value in metrics.items()}
 
     def score(self, record: Record) -> tuple[float, ...]:
         return -record.get("validation_loss", 0), record["step"]
