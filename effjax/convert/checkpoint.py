@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._slices import Bounds, Rows, create_array, devices_by_shard, own_shards, read_rows, whole
+from ..models.decoder import CODES, SCALES
 from ..ops._common.arguments import check_instance, check_named_arrays
+from ..ops.quantize import BLOCK, quantize
 from .safetensors_file import (
     DTYPES,
     Description,
@@ -53,16 +55,40 @@ class Source(NamedTuple):
         array: Its shape, dtype and sharding.
         names: The names of its tensors: of one per entry of the first axis, or of a single one.
         is_stack: Whether the tensors are stacked along the first axis.
+        part: `CODES` or `SCALES` if it is this part of the quantized tensors; otherwise empty.
     """
 
     array: Any
     names: list[str]
     is_stack: bool
+    part: str = ""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
-        """The shape of each tensor."""
+        """The shape of each tensor, or of this part of it."""
         return tuple(self.array.shape)[self.is_stack :]
+
+    @property
+    def num_values(self) -> int:
+        """The number of values of a row of a quantized tensor that an entry belongs to."""
+        if self.part == SCALES:
+            return BLOCK
+        return 2 if self.array.dtype == jnp.uint8 else 1
+
+    def has_shape(self, tensor: Tensor) -> bool:
+        """Return True if a tensor has the shape that the array needs."""
+        if not self.part:
+            return tensor.shape == self.tensor_shape
+        *rows, size = tensor.shape or (0,)
+        padded = size + -size % BLOCK
+        return (*rows, padded) == (*self.tensor_shape[:-1], self.tensor_shape[-1] * self.num_values)
+
+    def tensor_bounds(self, tensor: Tensor, bounds: Bounds) -> Bounds:
+        """Return the part of a tensor from which a part of the array is computed."""
+        if not self.part:
+            return bounds
+        first, last = (end * self.num_values for end in bounds[-1])
+        return (*bounds[:-1], (first, min(last, tensor.shape[-1])))
 
     def ranges(self, bounds: Bounds) -> Iterator[tuple[str, tuple[int, int], Bounds]]:
         """Yield the name of a tensor, rows of a shard of the array, and their bounds in the tensor.
@@ -100,7 +126,9 @@ def load_checkpoint(
     `pytorch_model.bin` only are not supported.
 
     Floating-point tensors of 16, 32 and 64 bits are converted to the dtype of the shape, and may be
-    rounded. Tensors of other dtypes must already have the dtype of the shape.
+    rounded. Tensors of other dtypes must already have the dtype of the shape. Weights that are
+    quantized in `effjax.models.decoder_shapes` are converted to the dtype of their scales, and
+    quantized on the device while they are read, in parts of 32 MiB.
 
     Args:
         folder: The checkpoint.
@@ -213,12 +241,18 @@ def save_checkpoint(
 
     Raises:
         TypeError: if an array has a dtype that the format does not support.
-        ValueError: if a number is not finite, with `require_finite`; the message has the tensor.
+        ValueError: if a number is not finite, with `require_finite`; the message has the tensor. Or
+            if weights are quantized.
         OSError: if the folder exists, is not empty and must not be replaced, or if it cannot be
             written.
         RuntimeError: if another process has failed.
     """
     check_arrays(layers, others)
+    if quantized := [name for name in layers if is_quantized(name)]:
+        raise ValueError(
+            f"`layers` must not be quantized, as {quantized[0]!r:.80} is. Save the adapter by "
+            "`save_adapter`, or the weights of the checkpoint that was quantized."
+        )
     check_instance("config", config, Mapping, "the content of a config.json, a dict")
     sources = make_sources(layers, others, layers_prefix)
     try:
@@ -243,6 +277,15 @@ def check_arrays(layers: Any, others: Any) -> None:
     for name, a in layers.items():
         if not a.shape:
             raise ValueError(f"`layers[{name!r:.80}]` of shape () must be [L, ...].")
+        for part, other in ((CODES, SCALES), (SCALES, CODES)):
+            if is_quantized(name, part):
+                pair = layers.get(name.removesuffix(part) + other)
+                is_codes = part != CODES or a.dtype in (jnp.uint8, jnp.int8)
+                if pair is None or len(a.shape) != 3 or not is_codes:
+                    raise ValueError(
+                        f"`layers[{name!r:.80}]` must be a part of a quantized weight, as in "
+                        "`effjax.models.decoder_shapes`."
+                    )
 
 
 def make_sources(
@@ -251,12 +294,19 @@ def make_sources(
     """Return the sources of `layers` and of `others`."""
 
     def stack(leaf: str, a: Any) -> Source:
-        return Source(a, [f"{layers_prefix}.{i}.{leaf}" for i in range(a.shape[0])], True)
+        part = next((end for end in (CODES, SCALES) if is_quantized(leaf, end)), "")
+        name = leaf.removesuffix(part)
+        return Source(a, [f"{layers_prefix}.{i}.{name}" for i in range(a.shape[0])], True, part)
 
     return (
         {leaf: stack(leaf, a) for leaf, a in layers.items()},
         {name: Source(a, [name], False) for name, a in others.items()},
     )
+
+
+def is_quantized(leaf: str, part: str = CODES) -> bool:
+    """Return True for the name of this part of a quantized weight."""
+    return leaf.endswith(f".weight{part}")
 
 
 # Loading
@@ -282,8 +332,9 @@ def load_arrays(
     tensors = _find_checked(folder, file_name, sources, layers_prefix, ignore)
     wanted = [source for group in sources for source in group.values()]
     total = sum(
-        num_bytes(tensors[name], bounds)
+        num_bytes(tensors[name], source.tensor_bounds(tensors[name], bounds))
         for source in wanted
+        if source.part != SCALES  # computed with the codes
         for shard in devices_by_shard(source.array)
         for name, _, bounds in source.ranges(shard)
     )
@@ -291,8 +342,14 @@ def load_arrays(
     layers, others = sources
     # Single tensors are the largest of all, so they come while there is little else.
     new_others = {name: _load_array(source, tensors, report) for name, source in others.items()}
-    new_layers = {leaf: _load_array(source, tensors, report) for leaf, source in layers.items()}
-    return new_layers, new_others
+    new_layers: Arrays = {}
+    for leaf, source in layers.items():
+        if source.part == CODES:
+            other = leaf.removesuffix(CODES) + SCALES
+            new_layers |= _load_quantized((leaf, source), (other, layers[other]), tensors, report)
+        elif not source.part:
+            new_layers[leaf] = _load_array(source, tensors, report)
+    return {leaf: new_layers[leaf] for leaf in layers}, new_others
 
 
 def _find_checked(
@@ -368,10 +425,15 @@ def _compare(
                 problems.append(Problem("missing", name))
                 continue
             tensor = tensors[name]
-            if tensor.shape != source.tensor_shape:
-                detail = f"{tensor.shape}, not {source.tensor_shape}"
+            if not source.has_shape(tensor):
+                of_part = f" {source.part[1:]} of" if source.part else ""
+                detail = f"{tensor.shape}, not{of_part} {source.tensor_shape}"
                 problems.append(Problem("of another shape", name, detail))
-            if not _is_converted(tensor.dtype, wanted):
+            if source.part:
+                if source.part == CODES and tensor.dtype not in FLOATS:
+                    detail = f"{tensor.dtype}, not floating-point"
+                    problems.append(Problem("of another dtype", name, detail))
+            elif not _is_converted(tensor.dtype, wanted):
                 problems.append(Problem("of another dtype", name, f"{tensor.dtype}, not {wanted}"))
     ends = ignore if isinstance(ignore, str) else tuple(ignore)
     left_over = [name for name in tensors if name not in used and not name.endswith(ends)]
@@ -427,6 +489,74 @@ def _load_array(
             yield *rows, functools.partial(read, name, part)
 
     return create_array(source.array, rows_of, CHUNK_BYTES)
+
+
+_quantize = jax.jit(quantize, static_argnums=1)
+
+
+def _load_quantized(
+    codes: tuple[str, Source],
+    scales: tuple[str, Source],
+    tensors: Mapping[str, Tensor],
+    report: Callable[[int], None],
+) -> Arrays:
+    """Return the codes and scales of a stack of weights, which are read once.
+
+    The scales of all layers are on the host until the codes are complete: 1/32 of the weights.
+    """
+    (codes_leaf, source), (scales_leaf, scales_source) = codes, scales
+    form = "int8" if source.array.dtype == jnp.int8 else "nf4"
+    kept: dict[tuple[str, Bounds], np.ndarray] = {}
+
+    def quantize_rows(name: str, part: Bounds, out: np.ndarray) -> None:
+        tensor = tensors[name]
+        bounds = source.tensor_bounds(tensor, part)
+        (start, _), columns = bounds
+        shape = [last - first for first, last in bounds]
+        dtype = scales_source.array.dtype
+        out = out.reshape([last - first for first, last in part])
+        kept[name, bounds] = result = np.empty((shape[0], -(-shape[1] // BLOCK)), dtype)
+        for first, last in row_ranges(shape, np.dtype(dtype).itemsize, CHUNK_BYTES):
+            rows = np.empty((last - first, shape[1]), dtype)
+            _read_converted(tensor, ((start + first, start + last), columns), rows, name)
+            out[first:last], result[first:last] = _quantize(rows, form)
+        report(num_bytes(tensor, bounds))
+
+    def copy_scales(name: str, part: Bounds, out: np.ndarray) -> None:
+        out[0] = kept.pop((name, scales_source.tensor_bounds(tensors[name], part)))
+
+    def rows_with(source: Source, read: Callable) -> Callable[[Bounds], Iterator[Rows]]:
+        def rows_of(bounds: Bounds) -> Iterator[Rows]:
+            for name, rows, part in source.ranges(bounds):
+                yield *rows, functools.partial(read, name, part)
+
+        return rows_of
+
+    _check_shards(codes_leaf, source, scales_source, tensors)
+    return {
+        leaf: create_array(one.array, rows_with(one, read), CHUNK_BYTES)
+        for leaf, one, read in (
+            (codes_leaf, source, quantize_rows),
+            (scales_leaf, scales_source, copy_scales),
+        )
+    }
+
+
+def _check_shards(leaf: str, codes: Source, scales: Source, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless both arrays are split alike, and between blocks."""
+    parts = [
+        {
+            (name, source.tensor_bounds(tensors[name], part))
+            for shard in devices_by_shard(source.array)
+            for name, _, part in source.ranges(shard)
+        }
+        for source in (codes, scales)
+    ]
+    if parts[0] != parts[1]:
+        raise ValueError(
+            f"`layers[{leaf!r:.80}]` must be sharded as its scales are, so that no block of "
+            f"{BLOCK} values is split."
+        )
 
 
 def _read_converted(tensor: Tensor, bounds: Bounds, out: np.ndarray, name: str) -> None:

@@ -13,7 +13,7 @@ import os
 import pathlib
 import types
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -39,6 +39,7 @@ from ..ops._common.dtypes import accumulation_dtype, at_least_float32
 from ..ops._common.sharding import explicit_axes, explicit_spec
 from ..ops.attention import IMPLEMENTATIONS, dot_product_attention
 from ..ops.cross_entropy import linear_cross_entropy
+from ..ops.quantize import FORMATS, Format, Quantized, quantize, quantized_linear
 
 Params = dict[str, Any]
 Linear = Callable[[str, jax.Array], jax.Array]  # (name of a linear layer, x)
@@ -157,6 +158,7 @@ _FAMILIES = {
         qk_norm="head", **GEMMA,
     ),
 }  # fmt: skip
+CODES, SCALES = ".codes", ".scales"  # follow the name of a weight that is quantized
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
 # Probabilities of config.json. Generation and evaluation drop nothing.
 DROPOUTS = "attention_dropout", "resid_pdrop", "embd_pdrop"
@@ -671,14 +673,29 @@ def check_config(config: Any) -> None:
     check_instance("config", config, DecoderConfig, "a DecoderConfig")
 
 
-def decoder_shapes(config: DecoderConfig) -> tuple[Params, Params]:
+def decoder_shapes(
+    config: DecoderConfig, *, quantize: Format | None = None
+) -> tuple[Params, Params]:
     """Return the shapes and dtypes of a decoder's parameters.
+
+    Args:
+        config: the configuration.
+        quantize: "nf4" or "int8" for the weights of the linear layers in 4 or 8 bits. Each is two
+            arrays then: ``"self_attn.q_proj.weight.codes"``, packed, and ``"….scales"``, the
+            largest magnitude of each 64 values of a row. They are frozen: gradients are those of
+            adapters and of x. `effjax.convert.load_checkpoint` quantizes weights while it reads
+            them.
 
     Returns:
         ``(layers, others)`` of `jax.ShapeDtypeStruct` by name. The arrays of `layers` have a
         leading axis of layers.
+
+    Raises:
+        TypeError: for a configuration of another type.
+        ValueError: for an unknown way to quantize.
     """
     check_config(config)
+    check_choice("quantize", quantize, None, *FORMATS)
     width, hidden = config.hidden_size, config.intermediate_size
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
@@ -718,7 +735,29 @@ def decoder_shapes(config: DecoderConfig) -> tuple[Params, Params]:
         name: jax.ShapeDtypeStruct((config.num_hidden_layers, *shape), dtype)
         for name, shape in layers.items()
     }
+    if quantize is not None:
+        stacked = _quantized_shapes(stacked, [f"{name}.weight" for name in linear], quantize)
     return stacked, {name: jax.ShapeDtypeStruct(s, dtype) for name, s in others.items()}
+
+
+def _quantized_shapes(shapes: Params, names: Collection[str], form: Format) -> Params:
+    """Return the shapes with codes and scales in place of the named weights."""
+    result: Params = {}
+    for name, a in shapes.items():
+        if name in names:
+            pair = jax.eval_shape(functools.partial(quantize, form=form), a)
+            result |= {name + CODES: pair.codes, name + SCALES: pair.scales}
+        else:
+            result[name] = a
+    return result
+
+
+def check_layers(config: DecoderConfig, layers: Any) -> None:
+    """Raise an error unless `layers` has all arrays of a decoder, quantized or not."""
+    check_named_arrays("layers", layers)
+    is_quantized = any(name.endswith(CODES) for name in layers)
+    needed, _ = decoder_shapes(config, quantize="nf4" if is_quantized else None)
+    check_named_arrays("layers", layers, needed)
 
 
 def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]:
@@ -1150,7 +1189,11 @@ def _linear(params: Params, lora: Lora, name: str, x: jax.Array, key: Any = None
         weight = params[f"{name}.{matrix}"].astype(x.dtype)  # [out, in]
         return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
 
-    y = multiply(x, "weight")
+    quantized = params.get(f"{name}.weight{CODES}")
+    if quantized is None:
+        y = multiply(x, "weight")
+    else:
+        y = quantized_linear(x, Quantized(quantized, params[f"{name}.weight{SCALES}"]))
     bias = params.get(f"{name}.bias")
     if bias is not None:
         y = y + bias.astype(y.dtype)

@@ -28,6 +28,7 @@ from .decoder import (
     apply_layer,
     attend_to_tokens,
     check_config,
+    check_layers,
     decoder_functions,
     decoder_logits,
     decoder_shapes,
@@ -149,10 +150,8 @@ def generate(
     if options.temperature and key is None:
         raise ValueError("A positive `temperature` needs a `key`, such as jax.random.key(0).")
     key = as_key("key", jax.random.key(0) if key is None else key)
-    for name, value, needed in zip(
-        ("layers", "others"), (layers, others), decoder_shapes(config), strict=True
-    ):
-        check_named_arrays(name, value, needed)
+    check_layers(config, layers)
+    check_named_arrays("others", others, decoder_shapes(config)[1])
     return _compile(config, options)(layers, others, tokens, lengths, key)
 
 

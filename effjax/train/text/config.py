@@ -31,6 +31,7 @@ SAMPLE_TOKENS = 64
 Offload = Literal["none", "activations", "params", "all"]
 Policy = Literal["recompute", "dots", "everything"]
 ParamDtype = Literal["bfloat16", "bfloat16-24", "float32"]
+Quantize = Literal["nf4", "int8"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -350,6 +351,12 @@ class FinetuneConfig(TextConfig):
         "layers and dropout.",
         group=MODEL,
     )
+    quantize: Quantize | None = option(
+        None,
+        help="With --lora, keep the weights of the linear layers in 4 bits (nf4, as QLoRA) or 8 "
+        "bits (int8), with a scale for 64 values each. (default: in --param-dtype)",
+        group=MODEL,
+    )
     param_dtype: ParamDtype = inherit(TextConfig, "param_dtype", default="bfloat16")
     loss: Literal["cross_entropy", "dpo"] = option(
         "cross_entropy",
@@ -474,6 +481,11 @@ class FinetuneConfig(TextConfig):
         for name in ("lora_alpha", "lora_targets", "rslora", "lora_dropout"):
             if (value := getattr(self, name)) and self.lora is None:
                 raise TrainError(f"`{name}` (={value}) needs `lora`")
+        if self.quantize is not None and self.lora is None:
+            raise TrainError(
+                f"`quantize` (={self.quantize}) needs `lora`: quantized weights cannot be trained. "
+                "Train adapters, such as those of `lora` (=16)"
+            )
         for name in ("sample_tokens", "sample_temperature"):
             if (value := getattr(self, name)) is not None and self.sample_prompts is None:
                 raise TrainError(f"`{name}` (={value}) needs `sample_prompts`")

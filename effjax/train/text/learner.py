@@ -22,11 +22,11 @@ from ...models import (
     init_decoder_layer,
     init_decoder_others,
 )
-from ...models.decoder import Params, check_dropout
+from ...models.decoder import CODES, SCALES, Params, check_dropout
 from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
 from ..optimizers import make_optimizer, make_schedule
-from .config import FinetuneConfig, LMConfig, Offload, Policy, TextConfig
+from .config import FinetuneConfig, LMConfig, Offload, Policy, Quantize, TextConfig
 from .preferences import as_rows, preference_loss, sum_log_probs
 
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # suffixes of the names of adapters
@@ -97,7 +97,8 @@ def make_learner(
         clip_norm=config.clip_norm or None, skip_nonfinite=config.on_nan == "skip",
         lora_rank=config.lora if lora else None, lora_scale=config.lora_scale if lora else 1.0,
         lora_targets=_find_targets(config, model) if lora else None,
-        lora_dropout=(config.lora_dropout or 0.0) if lora else 0.0, loss=loss,
+        lora_dropout=(config.lora_dropout or 0.0) if lora else 0.0,
+        quantize=config.quantize if lora else None, loss=loss,
         dpo_beta=config.dpo_beta if lora else None,
     )  # fmt: skip
 
@@ -155,6 +156,8 @@ class DecoderLearner:
         lora_scale: The factor of the adapters.
         lora_targets: The linear layers with adapters, as in `self_attn.q_proj`. None for all.
         lora_dropout: The share of the inputs of adapters that is dropped in training.
+        quantize: How the weights of linear layers, which are frozen, are stored: argument of
+            `decoder_shapes`.
         loss: The loss in place of the cross entropy.
         dpo_beta: The factor of the rewards of preferences, for batches of `PackedPairs`. None for
             the cross entropy.
@@ -176,6 +179,7 @@ class DecoderLearner:
     lora_scale: float = 1.0
     lora_targets: tuple[str, ...] | None = None
     lora_dropout: float = 0.0
+    quantize: Quantize | None = None
     skip_nonfinite: bool = False
     loss: Loss | None = None
     dpo_beta: float | None = None
@@ -202,7 +206,7 @@ class DecoderLearner:
 
         They are arguments of `effjax.convert.load_checkpoint`.
         """
-        layers, others = decoder_shapes(self.model)
+        layers, others = decoder_shapes(self.model, quantize=self.quantize)
         return self._place(layers, stacked=True), self._place(others)
 
     def shapes(self) -> DecoderState:
@@ -399,10 +403,13 @@ class DecoderLearner:
 
     def _place(self, shapes: Params, stacked: bool = False) -> Params:
         kind = "pinned_host" if self.params_on_host else "device"
-        shardings = {
-            name: param_sharding(a.shape, self.mesh, stacked).with_memory_kind(kind)
-            for name, a in shapes.items()
-        }
+
+        def sharding(name: str, a: Any) -> Any:
+            # The codes of a block are where its scale is.
+            shape = shapes.get(name.removesuffix(CODES) + SCALES, a).shape
+            return param_sharding(shape, self.mesh, stacked).with_memory_kind(kind)
+
+        shardings = {name: sharding(name, a) for name, a in shapes.items()}
         return with_shardings(shapes, shardings)
 
     def _shardings(self, state: DecoderState) -> DecoderState:

@@ -100,8 +100,12 @@ def smaller_states(config: TextConfig) -> Iterator[TextConfig]:
     """Yield configurations that train with less memory for parameters and moments."""
     if config.optimizer != "adamw8bit":
         yield dataclasses.replace(config, optimizer="adamw8bit")
-    if isinstance(config, FinetuneConfig) and config.lora is None:
-        yield dataclasses.replace(config, lora=16, learning_rate=None).resolve()
+    if isinstance(config, FinetuneConfig):
+        if config.lora is None:
+            config = dataclasses.replace(config, lora=16, learning_rate=None).resolve()
+            yield config
+        if config.quantize is None:
+            yield dataclasses.replace(config, quantize="nf4")
 
 
 def smaller_batches(config: TextConfig) -> Iterator[tuple[TextConfig, float]]:

@@ -29,9 +29,9 @@ def describe(task: TextTask) -> list[str]:
     trained = "all trained"
     if config.lora is not None:
         dropout = f" with dropout {config.lora_dropout:g}" if config.lora_dropout else ""
-        trained = (
-            f"frozen; {learner.num_trained} of adapters of rank {config.lora}{dropout} trained"
-        )
+        quantized = f", linear layers in {config.quantize}" if config.quantize else ""
+        adapters = f"{learner.num_trained} of adapters of rank {config.lora}{dropout}"
+        trained = f"frozen{quantized}; {adapters} trained"
     return [
         *_describe_rows(config, task.data),
         f"{learner.model.model_type}: {model} in {config.param_dtype}, {trained}",

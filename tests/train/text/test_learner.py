@@ -13,6 +13,7 @@ import pytest
 
 from effjax import offload_jit
 from effjax.models import DecoderConfig, decoder_functions, scan_layers
+from effjax.ops.quantize import dequantize, quantize
 from effjax.train.mesh import global_batch, make_mesh
 from effjax.train.optimizers import make_optimizer
 from effjax.train.text.learner import DecoderLearner, is_adapter
@@ -265,6 +266,58 @@ def test_adapters_add_their_product():
     plain = evaluate(make_learner().random_params(0)[0], others, batch)[0]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     assert abs(losses[0] - plain) > 0.1
+
+
+QUANTIZED_FORMS: list[dict[str, Any]] = [
+    dict(offload="all", fuse_update=True),
+    dict(policy="dots", mlp_chunk_size=5),
+    dict(devices=2, mesh="fsdp=2", offload="params"),
+    dict(policy="everything", num_microbatches=2),
+]
+
+
+@vary("form, options", [("nf4", QUANTIZED_FORMS[0]), *(("int8", o) for o in QUANTIZED_FORMS)])
+def test_a_quantized_base_is_that_of_its_dequantized_weights(form, options, x64):
+    """The loss and the gradients of adapters, which are the first moments, up to a factor."""
+    rng = np.random.default_rng(0)
+    learner = make_learner(dtype="float64", lora_rank=2, lora_scale=3.0, **options)
+    learner = dataclasses.replace(learner, dtype="float64")
+    shapes, other_shapes = learner.model_shapes()
+
+    def draw(shapes):
+        return {name: rng.normal(0, 0.3, a.shape).astype(a.dtype) for name, a in shapes.items()}
+
+    layers, others, adapters = draw(shapes), draw(other_shapes), draw(learner.adapter_shapes())
+    quantized = {}
+    for name in [name for name in layers if "_proj.weight" in name]:
+        pair = jax.jit(quantize, static_argnums=1)(layers.pop(name), form)
+        quantized |= {f"{name}.codes": pair.codes, f"{name}.scales": pair.scales}
+        layers[name] = dequantize(pair, shapes[name].shape[-1], "float64")
+    plain = {name: a for name, a in layers.items() if name not in shapes or "_proj" not in name}
+    results = []
+    for params, how in ((layers, None), (plain | quantized, form)):
+        learner = dataclasses.replace(learner, quantize=how)
+        params, rest, new = (
+            {name: jax.device_put(tree[name], a.sharding) for name, a in places.items()}
+            for tree, places in zip(
+                (params, others, adapters),
+                (*learner.model_shapes(), learner.adapter_shapes()),
+                strict=True,
+            )
+        )
+        state = learner.initial_state(params, rest, adapters=new)
+        assert_places(learner, state)
+        batch = global_batch(make_batch(), ROWS, learner.mesh)
+        frozen = {name: np.array(a) for name, a in state.model.layers.items() if "lora" not in name}
+        state, loss = offload_jit(learner.train_step())(state, batch, jax.random.key(0))
+        assert_places(learner, state)
+        for name, a in frozen.items():
+            np.testing.assert_array_equal(state.model.layers[name], a)
+        moments = [np.asarray(a) for a in jax.tree.leaves(state.model.layers_state) if a.ndim > 1]
+        results.append((float(loss), moments))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-12)
+    for got, want in zip(results[0][1], results[1][1], strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9 * np.abs(want).max())
 
 
 OFFLOADED: dict[str, Any] = dict(dtype="bfloat16", offload="all", fuse_update=True)
