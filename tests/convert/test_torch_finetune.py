@@ -1,5 +1,6 @@
 """Exports of fine-tuning runs in transformers and PEFT."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -7,6 +8,7 @@ torch = pytest.importorskip("torch", reason="requires PyTorch")
 transformers = pytest.importorskip("transformers", reason="requires transformers")
 pytest.importorskip("tokenizers")
 
+from effjax.ops.quantize import FORMATS, dequantize, quantize  # noqa: E402
 from effjax.train.loop import fit  # noqa: E402
 from tests.train.small import new_run  # noqa: E402
 from tests.train.text.small import finetune_task, write_base  # noqa: E402
@@ -72,3 +74,29 @@ def test_adapter(tmp_path):
     adapted = peft.PeftModel.from_pretrained(base, run.path / "adapter").eval()
     assert mean_loss(adapted, task) == pytest.approx(result.validation_loss, rel=1e-5)
     assert not np.isclose(before, result.validation_loss, rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapter_of_a_quantized_base(tmp_path, form):
+    """PEFT has the same loss on a base whose weights are the dequantized ones."""
+    peft = pytest.importorskip("peft", reason="requires PEFT")
+    task = finetune_task(
+        write_base(tmp_path / "base"), packing=False, steps=4, lora=2, quantize=form
+    )
+    run = new_run(tmp_path / "run", task)
+    result = fit(task, run)
+    config = peft.PeftConfig.from_pretrained(run.path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path)
+    adapted = peft.PeftModel.from_pretrained(base, run.path / "adapter").eval()
+    before, changed = mean_loss(adapted, task), 0
+    with torch.no_grad():
+        for name, module in adapted.named_modules():
+            if name.endswith("_proj.base_layer"):
+                weight = jnp.asarray(module.weight.numpy())
+                rounded = dequantize(quantize(weight, form), weight.shape[1], jnp.float32)
+                module.weight.copy_(torch.from_numpy(np.array(rounded)))
+                changed += 1
+    assert changed == 14
+    assert mean_loss(adapted, task) == pytest.approx(result.validation_loss, rel=1e-5)
+    assert before != pytest.approx(result.validation_loss, rel=1e-5)

@@ -17,6 +17,8 @@ FILES = dict(checkpoint="base", data="rows.jsonl")
         ({"lora_targets": "q_proj"}, "`lora_targets` (=q_proj) needs `lora`"),
         ({"sample_tokens": 9}, "`sample_tokens` (=9) needs `sample_prompts`"),
         ({"lora_dropout": 0.1}, "`lora_dropout` (=0.1) needs `lora`"),
+        ({"quantize": "nf4"}, "`quantize` (=nf4) needs `lora`"),
+        ({"lora": 4, "quantize": "int4"}, "`quantize` (="),
         ({"lora": 4, "rslora": True}, "`rslora` needs `lora_alpha`"),
         ({"lora": 4, "lora_alpha": 0.0}, "`lora_alpha` (=0.0) must be above 0"),
         ({"fuse_update": True, "on_nan": "skip"}, "cannot be combined with `fuse_update`"),

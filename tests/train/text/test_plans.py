@@ -11,7 +11,7 @@ import pytest
 from effjax.models import DecoderConfig
 from effjax.train.errors import DataError
 from effjax.train.text.config import FinetuneConfig, LMConfig
-from effjax.train.text.plans import FORMS, memory_choices, training_step
+from effjax.train.text.plans import FORMS, memory_choices, smaller_states, training_step
 from effjax.train.text.tiny import SIZES
 from tests.tiers import vary
 from tests.train.small import lm_task
@@ -95,6 +95,29 @@ def test_min_bytes():
     assert one(activations="device") == (size, 0)
     assert four(activations="device") == (size // 4, 0)
     assert one(activations="host") == (0, size)
+
+
+def test_a_quantized_step(config):
+    """It has codes in place of weights, in host memory as these."""
+    config = dataclasses.replace(config, offload="all", lora=2, quantize="nf4")
+    step, state, batch, key = training_step(config)
+    new_state, _ = step.trace(state, batch, key).out_info
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    layers = state.model.layers
+    assert {a.sharding.memory_kind for a in layers.values()} == {"pinned_host"}
+    codes = [a for name, a in layers.items() if name.endswith("_proj.weight.codes")]
+    assert len(codes) == 7 and {a.dtype for a in codes} == {jax.numpy.uint8}
+    assert not [name for name in layers if name.endswith("_proj.weight")]
+
+
+def test_smaller_states(config):
+    changes = [
+        (changed.optimizer, changed.lora, changed.quantize)
+        for changed in smaller_states(config.resolve())
+    ]
+    assert changes == [("adamw8bit", None, None), ("adamw", 16, None), ("adamw", 16, "nf4")]
+    quantized = dataclasses.replace(config, lora=4, quantize="int8", optimizer="adamw8bit")
+    assert not [*smaller_states(quantized.resolve())]
 
 
 def test_needs_a_configuration(config, tmp_path):

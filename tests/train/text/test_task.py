@@ -217,6 +217,41 @@ def test_samples(base, tmp_path, form):
         finetune_task(base, **options)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_a_quantized_base(base, tmp_path, form):
+    """A run with packed weights resumes exactly, shows samples, and exports an adapter."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("2 + 3?\n")
+    options = {"sample_prompts": str(prompts), "sample_tokens": 2, "offload": "params", "keep": 3}
+    task = CachedTask(finetune_task(base, lora=2, quantize=form, steps=2, **options))
+    before = jax.device_get(task.initial_state().model.layers)
+    assert {a.dtype for a in before.values() if a.dtype.itemsize == 1} == {
+        np.dtype("uint8" if form == "nf4" else "int8")
+    }
+    whole, stopped = (new_run(tmp_path / name, task) for name in ("whole", "stopped"))
+    result = fit(task, whole)
+    with pytest.raises(PreemptionError):
+        fit(task, stopped, stop=lambda step: step == 1)
+    fit(task, stopped, resume=True)
+    assert_same_parameters(task, whole, stopped)
+    (record,) = (r for r in whole.read_metrics() if r["kind"] == "step")
+    assert record["samples"][0]["prompt"] == "2 + 3?"
+    after = restore(task, whole, result.best_step).model.layers
+    adapters = {name: a for name, a in after.items() if "lora" in name}
+    assert_equal(
+        {name: a for name, a in after.items() if name not in adapters},
+        {name: a for name, a in before.items() if name not in adapters},
+    )
+    exported, _ = load_adapter(whole.path / "adapter")
+    assert_equal(exported, adapters)
+    model = find_model(whole.path, None, datetime.date(2026, 1, 31))
+    layers, *_ = model.load(offload=False)  # the base as it is, with the adapter
+    weights, _ = load_checkpoint(base, *decoder_shapes(model.config))
+    assert_equal({name: layers[name] for name in weights}, weights)
+    assert_equal({name: layers[name] for name in exported}, exported)
+
+
 def test_length_of_a_run(base):
     task = finetune_task(base, steps=None, report_every=None, epochs=3)
     rows = len(task.data.train)
