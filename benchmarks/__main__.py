@@ -42,6 +42,7 @@ SUBJECTS = {
     "language-model-table": "planned memory and modelled time of fine-tuning 8B to 70B on a GPU",
     "packed-rows": "modelled time of fine-tuning on packed rows and on rows without segments",
     "finetune": "planned memory and modelled time of effjax finetune by GPU",
+    "finetune-quantized": "planned memory and modelled time of adapters on a quantized base",
     "trl": "losses of ten steps of TRL's trainer and of effjax finetune",
     "torch-loop": "losses of a plain PyTorch loop and of effjax finetune, of a real model",
     "published": "modelled time of training steps beside speeds that others measured",
