@@ -24,8 +24,8 @@ GENERATED = "generated"  # the field of a row with the text
 Checkpoint = Annotated[
     str,
     Argument(
-        help="Folder of a Llama, Mistral or Qwen model in Hugging Face's layout, of a run of "
-        "effjax finetune, or of a LoRA adapter; or the name of a model or an adapter on the "
+        help="Folder of a Llama, Qwen, Gemma or other model in Hugging Face's layout, of a run "
+        "of effjax finetune, or of a LoRA adapter; or the name of a model or an adapter on the "
         "Hub.",
         show_default=False,
     ),

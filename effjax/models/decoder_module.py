@@ -1,4 +1,4 @@
-"""Decoder of the Llama family for Flax NNX."""
+"""Decoder of the Llama family and its relatives for Flax NNX."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from .scan import ApplyLayers, scan_layers
 
 
 class Decoder(nnx.Module):
-    """Decoder of tokens `[N, T]`, of the families Llama, Mistral, Qwen 2.5 and Qwen 3.
+    """Decoder of tokens `[N, T]`, of the families of `DecoderConfig`.
 
     `layers` and `others` hold the parameters by the names of Hugging Face's checkpoints, as in
     `decoder_shapes`: ``decoder.layers["self_attn.q_proj.weight"]`` is `[L, out, in]`. To load them

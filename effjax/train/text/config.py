@@ -257,8 +257,9 @@ class FinetuneConfig(TextConfig):
 
     checkpoint: str | None = option(
         None,
-        help="A Llama, Mistral or Qwen model in Hugging Face's layout: a folder with config.json, "
-        "tokenizer.json and .safetensors files, or a name on the Hub, such as Qwen/Qwen3-8B or "
+        help="A Llama, Qwen, Gemma or other model in Hugging Face's layout: a folder with "
+        "config.json, tokenizer.json and .safetensors files, or a name on the Hub, such as "
+        "Qwen/Qwen3-8B or "
         "Qwen/Qwen3-8B@REVISION. A plan needs config.json only.",
         positional=True,
     )
