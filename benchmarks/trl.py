@@ -66,6 +66,22 @@ CHATS = [
     for i in NUMBERS
 ]
 
+PREFERENCES = [
+    {
+        "prompt": f"{i} + {i} =",
+        "chosen": f" {2 * i} is{' the sum' * (i % 4)}",
+        "rejected": f" {i}{' or more' * (i % 3)}",
+    }
+    for i in NUMBERS
+]
+CHAT_PREFERENCES = [
+    {
+        "prompt": [{"role": "user", "content": row["prompt"]}],
+        **{name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")},
+    }
+    for row in PREFERENCES
+]
+
 
 class Case(NamedTuple):
     """Rows, and options of both that differ from `OURS` and `THEIRS`."""
@@ -74,8 +90,10 @@ class Case(NamedTuple):
     ours: dict[str, Any]
     theirs: dict[str, Any]
     lora: bool = False
+    trainer: str = "SFT"  # of TRL
 
 
+DPO = {"loss": "dpo"}  # the same beta by default
 EXACT, EXACT_THEIRS = {"dtype": "float32"}, {"bf16": False}
 CASES = {
     "`text`": Case(TEXTS, EXACT, EXACT_THEIRS),
@@ -91,6 +109,9 @@ CASES = {
     "packed rows": Case(TEXTS, EXACT | {"packing": True, "order": "random"}, EXACT_THEIRS),
     "LoRA": Case(COMPLETIONS, EXACT, EXACT_THEIRS, lora=True),
     "computed in bfloat16": Case(COMPLETIONS, {"dtype": "bfloat16"}, {}),
+    "DPO": Case(PREFERENCES, EXACT | DPO, EXACT_THEIRS, trainer="DPO"),
+    "DPO of messages": Case(CHAT_PREFERENCES, EXACT | DPO, EXACT_THEIRS, trainer="DPO"),
+    "DPO, LoRA": Case(PREFERENCES, EXACT | DPO, EXACT_THEIRS, lora=True, trainer="DPO"),
 }
 
 
@@ -134,7 +155,7 @@ def compare(base: Path, folder: Path, case: Case) -> dict[str, Any]:
     if case.lora:
         model = write_adapter(base, folder / "adapter")
         config = dataclasses.replace(config, adapter=str(folder / "adapter"))
-    want = train_theirs(model, case.rows, folder / "trl", base, **theirs)
+    want = train_theirs(case.trainer, model, case.rows, folder / "trl", base, **theirs)
     losses: list[float] = []
 
     def note(record: dict[str, Any]) -> None:
@@ -148,7 +169,7 @@ def compare(base: Path, folder: Path, case: Case) -> dict[str, Any]:
 
 
 def train_theirs(
-    model: Any, rows: Rows, out: Path, tokenizer: Path, **options: Any
+    kind: str, model: Any, rows: Rows, out: Path, tokenizer: Path, **options: Any
 ) -> Sequence[float]:
     """Return the loss of each step of TRL."""
     import datasets  # pyright: ignore[reportMissingImports]
@@ -157,9 +178,9 @@ def train_theirs(
     trl: Any = importlib.import_module("trl")  # this file has the same name
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
-    trainer = trl.SFTTrainer(
+    trainer = getattr(trl, f"{kind}Trainer")(
         str(model) if isinstance(model, Path) else model,
-        args=trl.SFTConfig(output_dir=str(out), **THEIRS | options),
+        args=getattr(trl, f"{kind}Config")(output_dir=str(out), **THEIRS | options),
         train_dataset=datasets.Dataset.from_list(list(rows)),
         processing_class=transformers.AutoTokenizer.from_pretrained(tokenizer),
     )

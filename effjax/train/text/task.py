@@ -3,6 +3,7 @@
 
 import dataclasses
 import datetime
+import functools
 import math
 import statistics
 import time
@@ -248,9 +249,8 @@ class TextTask(Task[TextResult]):
         if state is not None and pairs:
             count = sum(len(part.references) for part in pairs.values())
             log(f"computing the log probabilities of {counted(count, 'pair')} by the first model")
-            log_probs = offload_jit(self.learner.log_probs_step(), donate=False)
             for part in pairs.values():
-                self._set_references(part, log_probs, state)
+                self._set_references(part, state)
             run.write_arrays({name: part.references for name, part in pairs.items()})
             return
         stored = run.read_arrays() if pairs else {}
@@ -259,12 +259,16 @@ class TextTask(Task[TextResult]):
                 raise TrainError(f"{run.path}: its log probabilities are those of other data.")
             part.references[:] = stored[name]
 
-    def _set_references(self, part: PackedPairs, log_probs: Callable, state: DecoderState) -> None:
+    @functools.cached_property
+    def _log_probs(self) -> Callable:
+        return offload_jit(self.learner.log_probs_step(), donate=False)
+
+    def _set_references(self, part: PackedPairs, state: DecoderState) -> None:
         size = self._eval_size
         rows = local_rows(size, self.mesh)
         for numbers in number_rows(len(part), size):
             batch = global_batch(part.batch(numbers[rows]), size, self.mesh)
-            values = log_probs(state.model.layers, state.model.others, batch)
+            values = self._log_probs(state.model.layers, state.model.others, batch)
             part.set_references(numbers, np.asarray(values))
 
     @property

@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +13,10 @@ from effjax.models import decoder_functions, decoder_logits
 from effjax.train import FinetuneConfig, finetune
 from effjax.train.errors import DataError, PreemptionError, TrainError
 from effjax.train.loop import fit
+from effjax.train.run_directory import RunDirectory
 from effjax.train.text.chat import load_tokenizer
 from effjax.train.text.packing import pack_pairs
 from effjax.train.text.rows import load_rows
-from tests.tiers import vary
 from tests.train.small import CachedTask, assert_same_parameters, new_run
 from tests.train.text.small import finetune_task, write_base
 
@@ -31,7 +32,7 @@ BETA = 0.5
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = write_base(tmp_path_factory.mktemp("base"))
+    folder = write_base(tmp_path_factory.mktemp("base"), num_hidden_layers=1)
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
     return folder
 
@@ -69,7 +70,9 @@ def log_probs_by_hand(task, state, part):
         sequences = packed.sequences
         bounds = [*zip(sequences.offsets[:-1], sequences.offsets[1:], strict=True)]
         tokens = [sequences.tokens[first:last] for first, last in bounds]
-        padded = np.array([np.pad(ids, (0, task.config.max_length - len(ids))) for ids in tokens])
+        padded = np.zeros((len(PAIRS), task.config.max_length), np.int32)
+        for row, ids in zip(padded, tokens, strict=False):
+            row[: len(ids)] = ids
         scores = compute_logits(task.learner, state.model.layers, state.model.others, padded)
         scores = log_softmax(np.asarray(scores, np.float64))
         for i, (first, last) in enumerate(bounds):
@@ -91,32 +94,74 @@ def loss_by_hand(log_probs, references):
     }
 
 
-@vary("packing", [True, False])
-def test_loss_and_metrics(base, tmp_path, packing):
-    """Those of float64 from logits; at the start, the loss is log 2."""
-    task = dpo_task(base, packing=packing, batch_size=4, learning_rate=3e-2)
+def whole_batches(base, **options):
+    """Return a task whose batches have all rows."""
+    count = dpo_task(base, **options).data.rows_per_epoch
+    return CachedTask(dpo_task(base, batch_size=count, keep=3, learning_rate=0.1, **options))
+
+
+def check_loss_and_metrics(task, tmp_path):
+    """Compare with float64, from logits; at the start, the loss is log 2."""
     state = start(task, tmp_path)
     train, validation = task.data.train, task.data.validation
-    assert packing == (train.pairs_per_row > 1) and len(validation.references) == 2
+    assert task.config.packing == (train.pairs_per_row > 1) and len(validation.references) == 2
     references = log_probs_by_hand(task, state, train)
     np.testing.assert_allclose(train.references, references, rtol=1e-5)
-    step, evaluate, batches = task.make_step(), task.make_eval(), task.batches(0)
-    state, first = step(state, next(batches), jax.random.key(0))
-    assert task.read(first)["loss"] == pytest.approx(np.log(2), abs=1e-6)
-    for _ in range(2):
-        state, _ = step(state, next(batches), jax.random.key(0))
-    expected = loss_by_hand(
-        log_probs_by_hand(task, state, validation),
-        validation.references.astype(np.float64),
-    )
-    assert evaluate(state, "validation") == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert expected["loss"] < 0.65 and expected["accuracy"] == 1
-    # A step returns the metrics of its batch, before the update.
-    count = len(train)
-    whole = {name: jax.numpy.asarray(a) for name, a in train.batch(np.arange(count)).items()}
-    expected = loss_by_hand(log_probs_by_hand(task, state, train), references)
-    metrics = task.read(step(state, whole, jax.random.key(0))[1])
-    assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    batches, metrics = task.batches(0), []
+    for _ in range(3):
+        expected = loss_by_hand(log_probs_by_hand(task, state, train), references)
+        state, values = task.make_step()(state, next(batches), jax.random.key(0))
+        assert task.read(values) == pytest.approx(expected, rel=1e-4, abs=2e-5)
+        metrics.append(expected)
+    assert metrics[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert metrics[2]["loss"] < 0.6 and metrics[2]["accuracy"] > 0.9
+    log_probs = log_probs_by_hand(task, state, validation)
+    expected = loss_by_hand(log_probs, np.float64(validation.references))
+    assert task.make_eval()(state, "validation") == pytest.approx(expected, rel=1e-4, abs=2e-5)
+
+
+def check_resume(task, tmp_path):
+    """Check that the references are those of the first model after an interruption, too."""
+    whole, stopped = (new_run(tmp_path / name, task) for name in ("whole", "stopped"))
+    fit(task, whole)
+    records = [line for line in whole.read_metrics() if line["kind"] == "step"]
+    assert records[0]["validation_loss"] < np.log(2) and records[0]["validation_accuracy"] == 1
+    assert records[-1]["train_margin"] > 0 and records[-1]["train_accuracy"] > 0.5
+    with pytest.raises(PreemptionError):
+        fit(task, stopped, stop=lambda step: step == 3)
+    for part in (task.data.train, task.data.validation):
+        part.references[:] = np.nan  # as in a new process
+    fit(task, stopped, resume=True)
+    assert_same_parameters(task, whole, stopped)
+
+
+def test_adapters(base, tmp_path):
+    """Check the loss, and that a run which continues reads the references."""
+    task = whole_batches(base, lora=2)
+    check_loss_and_metrics(task, tmp_path)
+    parts = task.data.train, task.data.validation
+    stored, run = [part.references.copy() for part in parts], RunDirectory(tmp_path / "start")
+    for part in parts:
+        part.references[:] = np.nan  # as in a new process
+    task.start(run, None, print)
+    for part, references in zip(parts, stored, strict=True):
+        np.testing.assert_array_equal(part.references, references)
+    for content in b"PK", (run.path / "references.npz").read_bytes()[:-9]:
+        (run.path / "references.npz").write_bytes(content)
+        with pytest.raises(TrainError, match=r"references.npz: cannot be read .* Start a new run"):
+            task.start(run, None, print)
+
+
+@pytest.mark.exhaustive
+def test_all_parameters_without_packing(base, tmp_path):
+    task = whole_batches(base, packing=False)
+    check_loss_and_metrics(task, tmp_path)
+    check_resume(task, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_dropout_resumes_exactly(base, tmp_path):
+    check_resume(whole_batches(base, lora=2, lora_dropout=0.25), tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +177,8 @@ def run_two_steps(task, tmp_path):
     return task.read(metrics), jax.device_get((state.model.layers, state.model.others))
 
 
-@vary(
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
     "form",
     [
         dict(offload="all", fuse_update=True, clip_norm=0, num_microbatches=4),
@@ -149,28 +195,6 @@ def test_forms_of_the_step(base, tmp_path, two_steps, form):
     metrics, params = run_two_steps(dpo_task(base, **{"batch_size": 8} | form), tmp_path)
     assert metrics == pytest.approx(two_steps[0], rel=1e-4, abs=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 2e-5), params, two_steps[1])
-
-
-@vary("form", [{"lora": 2, "lora_dropout": 0.25, "learning_rate": 1e-2}, {}])
-def test_resumes_exactly(base, tmp_path, form):
-    """The references are those of the first model, also after an interruption."""
-    task = CachedTask(dpo_task(base, keep=3, **form))
-    whole, stopped = (new_run(tmp_path / name, task) for name in ("whole", "stopped"))
-    result = fit(task, whole)
-    records = [line for line in whole.read_metrics() if line["kind"] == "step"]
-    assert records[-1]["validation_loss"] < records[0]["validation_loss"] < np.log(2)
-    assert records[-1]["train_accuracy"] > 0.5 < records[-1]["validation_margin"] + 0.5
-    assert result.best_step == 6
-    with pytest.raises(PreemptionError):
-        fit(task, stopped, stop=lambda step: step == 3)
-    for part in (task.data.train, task.data.validation):
-        part.references[:] = np.nan  # as in a new process
-    fit(task, stopped, resume=True)
-    assert_same_parameters(task, whole, stopped)
-
-    (stopped.path / "references.npz").write_bytes(b"PK")
-    with pytest.raises(TrainError, match=r"references.npz: cannot be read .* Start a new run"):
-        fit(task, stopped, resume=True)
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +278,7 @@ def test_rows_of_preferences_need_their_loss(base, tokenizer, tmp_path):
         checkpoint=str(base), data=[str(base / "pairs.jsonl")], loss="dpo", batch_size=8
     )
     with pytest.raises(TrainError, match="cannot be combined with a function"):
-        finetune(config, tmp_path / "run", loss=lambda logits, batch: (0, 0))
+        finetune(config, tmp_path / "run", loss=lambda logits, batch: (logits.sum(), logits.sum()))
     assert (config.resolve().dpo_beta, config.resolve().learning_rate) == (0.1, 1e-6)
 
 
@@ -277,3 +301,10 @@ def test_packed_pairs(tmp_path, tokenizer):
     assert sorted(seen) == list(range(len(PAIRS))) and packed.pairs_per_row > 1
     assert all(not a[-1].any() for a in batch.values())
     assert packed.efficiency == pytest.approx((batch["segment_ids"] > 0)[:-1].mean())
+    # The planner has the shapes of a batch without data.
+    (single,) = pack_pairs([data.train], 32, packing=False)
+    shapes = {name: (a.shape, str(a.dtype)) for name, a in single.batch(np.arange(4)).items()}
+    options: dict[str, Any] = {"loss": "dpo", "batch_size": 4, "max_length": 32}
+    assert FinetuneConfig(packing=False, **options).batch_shapes() == shapes
+    packed_shapes = FinetuneConfig(**options).batch_shapes()
+    assert packed_shapes.keys() == batch.keys() and packed_shapes["tokens"] == shapes["tokens"]
