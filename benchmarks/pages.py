@@ -348,6 +348,16 @@ def my_gpu() -> Iterator[Cells]:
         yield [gpu, model, *(" / ".join(dict.fromkeys(column)) for column in columns)]
 
 
+def my_quantized_gpu() -> Iterator[Cells]:
+    yield ["model", "weights", "state", "host", "device", "s a step", "tokens/s", "options"]
+    for row in read("planned/finetune_quantized.json")["rows"]:
+        sizes = (gigabytes(row, key) for key in ("state", "planned_host", "planned_device"))
+        yield [
+            row["model"], row["weights"], *sizes, three_digits(row["step_seconds"]),
+            f"{row['tokens_per_second']:.0f}", f"`{row['options']}`",
+        ]  # fmt: skip
+
+
 def published() -> Iterator[Cells]:
     header = ["model", "GPU", "sequences", "measured [tokens/s]", "modelled [tokens/s]"]
     yield [*header, "share of the peak", "factor"]
@@ -487,7 +497,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
             overlap, clipping, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
-            my_gpu, published, published_memory, run_memory, same_as_trl,
+            my_gpu, my_quantized_gpu, published, published_memory, run_memory, same_as_trl,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),
