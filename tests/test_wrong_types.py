@@ -158,8 +158,8 @@ def test_configuration_converts_numpy_scalars():
 
 
 @pytest.mark.parametrize("value", [{"factor": 8.0}, "llama3", 8.0])
-def test_rope_scaling_is_a_llama3_rope_scaling(value):
-    with pytest.raises(TypeError, match="`rope_scaling` must be a Llama3RopeScaling or None, not"):
+def test_rope_scaling_is_a_rope_scaling(value):
+    with pytest.raises(TypeError, match="`rope_scaling` must be a Llama3RopeScaling, .* not"):
         dataclasses.replace(CONFIG, rope_scaling=value)
 
 

@@ -487,7 +487,10 @@ def _family(model_type: Any) -> _Family:
     """Return the family of a `model_type`, or raise ValueError."""
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         known = ", ".join(f'"{name}"' for name in _FAMILIES)
-        raise ValueError(f"`model_type` (={model_type!r:.80}) must be one of {known}.")
+        hint = ""
+        if model_type == "gemma3":
+            hint = ' It also reads images; only its text model, "gemma3_text", is supported.'
+        raise ValueError(f"`model_type` (={model_type!r:.80}) must be one of {known}.{hint}")
     return _FAMILIES[model_type]
 
 
@@ -1066,7 +1069,7 @@ def _apply_mlp(
     else:
         gate, up = (linear(f"mlp.{name}_proj", y) for name in ("gate", "up"))
     down = {name: a for name, a in params.items() if name.startswith("mlp.down_proj.")}
-    y = _apply_gated(lora, family.activation, down, gate, up, key)
+    y: Any = _apply_gated(lora, family.activation, down, gate, up, key)
     return _norm(config, params, family.norms.after_mlp, y)
 
 

@@ -130,10 +130,14 @@ def mean_loss(decoder, batch):
 def check(config, want):
     """Compare logits and gradients with the results of Hugging Face."""
     decoder = make_decoder(config)
-    logits = nnx.jit(lambda decoder, tokens: decoder(tokens))(decoder, INPUTS)
-    np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=1e-5)
     batch = {"tokens": INPUTS, "labels": LABELS}
-    gradients = nnx.jit(nnx.grad(mean_loss))(decoder, batch)
+
+    @nnx.jit  # one program, because its compilation takes most of the time
+    def run(decoder):
+        return decoder(INPUTS), nnx.grad(mean_loss)(decoder, batch)
+
+    logits, gradients = run(decoder)
+    np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=1e-5)
     layers, others = stack(select_gradients(want), config)
     for ours, theirs in ((gradients.layers, layers), (gradients.others, others)):
         assert set(ours) == set(theirs)

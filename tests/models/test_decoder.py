@@ -475,6 +475,7 @@ def test_llama3_scaling():
     ("name", "changes", "match"),
     [
         ("llama2", {"model_type": "gemma"}, r"`model_type` \(='gemma'\) .* \"llama\", \"mistral\""),
+        ("gemma3", {"model_type": "gemma3"}, "reads images; only its text model"),
         ("llama2", {"hidden_size": None}, "lacks `hidden_size`"),
         ("llama2", {"hidden_act": "gelu"}, r"`hidden_act` \(='gelu'\) .* must be 'silu'"),
         ("llama2", {"attention_dropout": 1}, r"`attention_dropout` \(=1\) must be in \[0, 1\)"),

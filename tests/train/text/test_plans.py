@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from effjax.models import DecoderConfig
-from effjax.train.errors import DataError
+from effjax.train.errors import DataError, TrainError
 from effjax.train.text.config import FinetuneConfig, LMConfig
 from effjax.train.text.plans import FORMS, memory_choices, smaller_states, training_step
 from effjax.train.text.tiny import SIZES
@@ -128,6 +128,10 @@ def test_needs_a_configuration(config, tmp_path):
         plan("nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(DataError, match=f"{tmp_path}: `model_type`"):
+        plan(tmp_path)
+    model = {"model_type": "llama", **SIZES, "vocab_size": 8, "attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(TrainError, match=r"`attention_dropout` \(=0.1\) .* Set it to 0"):
         plan(tmp_path)
     (tmp_path / "config.json").write_text('{"effjax": "0.1.0", "command": "finetune"}')
     for remedy in ("Give the folder of a checkpoint", f"Give {tmp_path}/model"):
