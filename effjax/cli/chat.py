@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from types import FrameType
 from typing import Annotated, Self
 
@@ -97,7 +97,7 @@ def chat(
         raise TrainError(f"--context {context} must be at most {positions}, the model's positions.")
     stops, stop_tokens = split_stops(model.tokenizer, stop or ())
     ids, ends = model.encode(CONTENT, system, True)
-    count_new_tokens(model, [ids], max_tokens)  # checks the tokens of the template
+    count_new_tokens(model, [ids], 1)  # checks the tokens of the template
     options = make_options(
         model, min(max_tokens, context), temperature, top_k, top_p, stop_tokens | ends
     )
@@ -116,21 +116,21 @@ def chat(
             conversation = [*messages, {"role": "user", "content": text}]
             try:
                 ids, _ = model.encode(Conversation(conversation), system, True)
+                if len(ids) >= context:
+                    raise TrainError(
+                        f"the conversation has {len(ids)} tokens, and must have fewer than "
+                        f"{context}. /clear starts a new one, or give a larger --context."
+                    )
+                count_new_tokens(model, [ids], 1)
             except TrainError as error:  # such as a text that is not UTF-8
                 print_line(console, f"effjax: {error}")
                 continue
-            if len(ids) >= context:
-                print_line(
-                    console,
-                    f"effjax: the conversation has {len(ids)} tokens, and must have fewer than "
-                    f"{context}. /clear starts a new one, or give a larger --context.",
-                )
-                continue
-            answer = ""
-            tokens = interrupt.stop(generator.answer(ids, jax.random.fold_in(key, turn)))
-            for piece in decode(model.tokenizer, tokens, stops):
-                answer += piece
-                print(printable_lines(piece), end="", flush=True)
+            answer, turn_key = "", jax.random.fold_in(key, turn)
+            # Closed, because a stop ends the text before the tokens end.
+            with contextlib.closing(interrupt.stop(generator.answer(ids, turn_key))) as tokens:
+                for piece in decode(model.tokenizer, tokens, stops):
+                    answer += piece
+                    print(printable_lines(piece), end="", flush=True)
             print()
             messages, turn = [*conversation, {"role": "assistant", "content": answer}], turn + 1
 
@@ -156,7 +156,7 @@ class Interrupt:
             raise KeyboardInterrupt
         self._pressed = True
 
-    def stop(self, tokens: Iterable[int]) -> Iterator[int]:
+    def stop(self, tokens: Iterable[int]) -> Generator[int]:
         """Yield the tokens until Ctrl-C is pressed."""
         self._answers, self._pressed = True, False
         try:

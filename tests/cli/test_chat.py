@@ -63,6 +63,29 @@ def test_ctrl_c_stops_an_answer(talk, when_printed):
     assert talk("for the class")[::2] == (130, "effjax: interrupted\n")
 
 
+def test_ctrl_c_after_a_stop_ends(talk, monkeypatch):
+    """A stop ends an answer before its tokens end, and the next Ctrl-C is not that of an answer."""
+    whole = talk("for the class")[1]
+
+    lines = ["for the class"]
+
+    def read_message():
+        if not lines:
+            signal.raise_signal(signal.SIGINT)
+        return lines.pop()
+
+    monkeypatch.setattr("effjax.cli.chat.read_message", read_message)
+    code, out, err = talk(options=["--stop", whole[2:4], *OPTIONS])
+    assert (code, err) == (130, "effjax: interrupted\n") and out == f"{whole[:2]}\n"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [["--offload"], ["--mesh", f"fsdp={jax.device_count()}"]])
+def test_places_of_the_parameters(talk, options):
+    lines = "for the class", "é?"
+    assert talk(*lines, options=[*options, *OPTIONS]) == talk(*lines)
+
+
 def test_a_message_that_is_too_long_is_left_out(talk):
     options = "--context", "60", "--system", "a", *OPTIONS
     code, out, err = talk("x" * 99, "if", options=options)
