@@ -346,7 +346,8 @@ def load_arrays(
     for leaf, source in layers.items():
         if source.part == CODES:
             other = leaf.removesuffix(CODES) + SCALES
-            new_layers |= _load_quantized((leaf, source), (other, layers[other]), tensors, report)
+            pair = _load_quantized(leaf, source, layers[other], tensors, report)
+            new_layers[leaf], new_layers[other] = pair
         elif not source.part:
             new_layers[leaf] = _load_array(source, tensors, report)
     return {leaf: new_layers[leaf] for leaf in layers}, new_others
@@ -481,12 +482,21 @@ def _load_array(
     """Read the parts of an array that are on devices of this process."""
 
     def read(name: str, part: Bounds, out: np.ndarray) -> None:
-        _read_converted(tensors[name], part, out.reshape([b - a for a, b in part]), name)
+        _read_converted(tensors[name], part, out, name)
         report(num_bytes(tensors[name], part))
+
+    return _create(source, read)
+
+
+def _create(source: Source, read: Callable[[str, Bounds, np.ndarray], object]) -> jax.Array:
+    """Create an array, and fill its parts by ``read(name, part, out)``."""
+
+    def read_part(name: str, part: Bounds, out: np.ndarray) -> None:
+        read(name, part, out.reshape([last - first for first, last in part]))
 
     def rows_of(bounds: Bounds) -> Iterator[Rows]:
         for name, rows, part in source.ranges(bounds):
-            yield *rows, functools.partial(read, name, part)
+            yield *rows, functools.partial(read_part, name, part)
 
     return create_array(source.array, rows_of, CHUNK_BYTES)
 
@@ -495,51 +505,35 @@ _quantize = jax.jit(quantize, static_argnums=1)
 
 
 def _load_quantized(
-    codes: tuple[str, Source],
-    scales: tuple[str, Source],
+    leaf: str,
+    codes: Source,
+    scales: Source,
     tensors: Mapping[str, Tensor],
     report: Callable[[int], None],
-) -> Arrays:
+) -> tuple[jax.Array, jax.Array]:
     """Return the codes and scales of a stack of weights, which are read once.
 
-    The scales of all layers are on the host until the codes are complete: 1/32 of the weights.
+    The scales of all layers are on the host until the codes are complete: 1/64 of the numbers.
     """
-    (codes_leaf, source), (scales_leaf, scales_source) = codes, scales
-    form = "int8" if source.array.dtype == jnp.int8 else "nf4"
+    _check_shards(leaf, codes, scales, tensors)
+    form, dtype = "int8" if codes.array.dtype == jnp.int8 else "nf4", np.dtype(scales.array.dtype)
     kept: dict[tuple[str, Bounds], np.ndarray] = {}
 
     def quantize_rows(name: str, part: Bounds, out: np.ndarray) -> None:
         tensor = tensors[name]
-        bounds = source.tensor_bounds(tensor, part)
-        (start, _), columns = bounds
-        shape = [last - first for first, last in bounds]
-        dtype = scales_source.array.dtype
-        out = out.reshape([last - first for first, last in part])
-        kept[name, bounds] = result = np.empty((shape[0], -(-shape[1] // BLOCK)), dtype)
-        for first, last in row_ranges(shape, np.dtype(dtype).itemsize, CHUNK_BYTES):
-            rows = np.empty((last - first, shape[1]), dtype)
-            _read_converted(tensor, ((start + first, start + last), columns), rows, name)
-            out[first:last], result[first:last] = _quantize(rows, form)
+        bounds = codes.tensor_bounds(tensor, part)
+        (start, end), (left, right) = bounds
+        kept[name, bounds] = found = np.empty((end - start, -(-(right - left) // BLOCK)), dtype)
+        for first, last in row_ranges((end - start, right - left), dtype.itemsize, CHUNK_BYTES):
+            rows = np.empty((last - first, right - left), dtype)
+            _read_converted(tensor, ((start + first, start + last), (left, right)), rows, name)
+            out[first:last], found[first:last] = _quantize(rows, form)
         report(num_bytes(tensor, bounds))
 
     def copy_scales(name: str, part: Bounds, out: np.ndarray) -> None:
-        out[0] = kept.pop((name, scales_source.tensor_bounds(tensors[name], part)))
+        out[...] = kept.pop((name, scales.tensor_bounds(tensors[name], part)))
 
-    def rows_with(source: Source, read: Callable) -> Callable[[Bounds], Iterator[Rows]]:
-        def rows_of(bounds: Bounds) -> Iterator[Rows]:
-            for name, rows, part in source.ranges(bounds):
-                yield *rows, functools.partial(read, name, part)
-
-        return rows_of
-
-    _check_shards(codes_leaf, source, scales_source, tensors)
-    return {
-        leaf: create_array(one.array, rows_with(one, read), CHUNK_BYTES)
-        for leaf, one, read in (
-            (codes_leaf, source, quantize_rows),
-            (scales_leaf, scales_source, copy_scales),
-        )
-    }
+    return _create(codes, quantize_rows), _create(scales, copy_scales)
 
 
 def _check_shards(leaf: str, codes: Source, scales: Source, tensors: Mapping[str, Tensor]) -> None:
