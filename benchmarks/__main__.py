@@ -46,6 +46,7 @@ SUBJECTS = {
     "trl": "losses of ten steps of TRL's trainer and of effjax finetune",
     "torch-loop": "losses of a plain PyTorch loop and of effjax finetune, of a real model",
     "published": "modelled time of training steps beside speeds that others measured",
+    "published-tpu": "products of a training step on a TPU beside the time that MaxText measured",
     "published-memory": "planned memory of programs beside the memory that others printed",
     "run-memory": "resident memory of a run on the CPU by phase, and the expected one",
     "optimizers": "test loss of a small model with low-precision optimizers",

@@ -368,6 +368,14 @@ def published() -> Iterator[Cells]:
         yield [*cells, f"{1 / ratio:.0%}", f"{ratio:.2f}"]
 
 
+def published_tpu() -> Iterator[Cells]:
+    yield ["slices of 256 chips", "measured [TFLOP/s/chip]", "step [s]", "products [s]", "factor"]
+    for row in read("planned/published_tpu.json")["rows"]:
+        seconds = (f"{row[key]:.2f}" for key in ("measured_seconds", "product_seconds"))
+        tflops = f"{row['measured_tflops']:.0f}"
+        yield [str(row["slices"]), tflops, *seconds, f"{row['ratio']:.2f}"]
+
+
 def published_memory() -> Iterator[Cells]:
     columns = "temporaries, printed", "planned", "in all, printed", "planned"
     yield ["program", *columns, "ratio"]
@@ -394,6 +402,14 @@ def same_as_trl() -> Iterator[Cells]:
     for row in read("cpu/trl.json")["rows"]:
         losses = row["trl_losses"][0], row["trl_losses"][-1], row["losses"][-1]
         yield [row["name"], *(f"{loss:.4f}" for loss in losses), f"{row['difference']:.0e}"]
+
+
+def torch_loop() -> Iterator[Cells]:
+    yield ["", "loss, first step", "tenth", "twentieth", "largest difference"]
+    for row in read("cpu/torch_loop.json")["rows"]:
+        losses = (f"{row['losses'][i]:.4f}" for i in (0, 9, 19))
+        difference = f"{row['difference']:.0e}" if "difference" in row else ""
+        yield [row["name"], *losses, difference]
 
 
 def three_digits(number: float) -> str:
