@@ -1,11 +1,7 @@
 """Networks for Flax NNX; `effjax.models.linen` has those for linen."""
 
 from .._names import list_public as _list_public
-from .decoder import DecoderConfig as DecoderConfig
 from .decoder import DecoderFunctions as DecoderFunctions
-from .decoder import LinearRopeScaling as LinearRopeScaling
-from .decoder import Llama3RopeScaling as Llama3RopeScaling
-from .decoder import LongRopeScaling as LongRopeScaling
 from .decoder import decoder_functions as decoder_functions
 from .decoder import decoder_layer_keys as decoder_layer_keys
 from .decoder import decoder_logits as decoder_logits
@@ -13,6 +9,10 @@ from .decoder import decoder_shapes as decoder_shapes
 from .decoder import init_decoder as init_decoder
 from .decoder import init_decoder_layer as init_decoder_layer
 from .decoder import init_decoder_others as init_decoder_others
+from .decoder_config import DecoderConfig as DecoderConfig
+from .decoder_config import LinearRopeScaling as LinearRopeScaling
+from .decoder_config import Llama3RopeScaling as Llama3RopeScaling
+from .decoder_config import LongRopeScaling as LongRopeScaling
 from .decoder_module import Decoder as Decoder
 from .densenet import DenseNet as DenseNet
 from .densenet import densenet40_12 as densenet40_12

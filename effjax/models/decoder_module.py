@@ -8,12 +8,12 @@ from flax import nnx
 
 from ..ops._common.arguments import as_array
 from .decoder import (
-    DecoderConfig,
     Params,
     decoder_functions,
     decoder_logits,
     init_decoder,
 )
+from .decoder_config import DecoderConfig
 from .scan import ApplyLayers, scan_layers
 
 

@@ -22,12 +22,10 @@ from ..ops.offload import offload_jit, offload_scan
 from ..ops.offload.placement import Space, space_of
 from .decoder import (
     Attend,
-    DecoderConfig,
     Lora,
     Params,
     apply_layer,
     attend_to_tokens,
-    check_config,
     check_layers,
     decoder_functions,
     decoder_logits,
@@ -35,6 +33,7 @@ from .decoder import (
     window_of_layer,
     with_length,
 )
+from .decoder_config import DecoderConfig, check_config
 
 
 class Generation(NamedTuple):

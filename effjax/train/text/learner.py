@@ -22,7 +22,8 @@ from ...models import (
     init_decoder_layer,
     init_decoder_others,
 )
-from ...models.decoder import CODES, SCALES, Params, check_dropout
+from ...models.decoder import CODES, SCALES, Params
+from ...models.decoder_config import check_dropout
 from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
 from ..optimizers import make_optimizer, make_schedule
