@@ -74,6 +74,7 @@ OPTIONS = (
 )  # fmt: skip
 # Of these, null in config.json is a value.
 NULLABLE = ("sliding_window", *SOFT_CAPS)
+MAX_LISTED_LAYERS = 100_000  # of families with a list of the layers, which must fit in memory
 SLIDING, FULL = "sliding_attention", "full_attention"  # in `layer_types`
 GEMMA_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
@@ -306,19 +307,20 @@ class DecoderConfig:
             "attention_multiplier": self.head_dim**-0.5,
             "query_pre_attn_scalar": self.head_dim,
             "rope_local_base_freq": self.rope_theta,
-            "layer_types": (FULL if self.sliding_window is None else SLIDING,)
-            * self.num_hidden_layers,
-            "no_rope_layers": (1,) * self.num_hidden_layers,
         }
-        for name, value in neutral.items():
-            if name in family.options and getattr(self, name) is None:
-                self._set(name, value)
-        numbers = (
-            *GRANITE_FACTORS, *SOFT_CAPS, "rope_local_base_freq", "partial_rotary_factor",
-        )  # fmt: skip
-        for name in numbers:
-            if (value := getattr(self, name)) is not None:
-                self._set(name, _as_positive(name, value))
+        by_layer = {
+            "layer_types": FULL if self.sliding_window is None else SLIDING,
+            "no_rope_layers": 1,
+        }
+        for name in family.options:
+            if getattr(self, name) is None and name in neutral:
+                self._set(name, neutral[name])
+            if getattr(self, name) is None and name in by_layer:
+                self._set(name, (by_layer[name],) * self.num_hidden_layers)
+        for name in (*GRANITE_FACTORS, "partial_rotary_factor", "rope_local_base_freq", *SOFT_CAPS):
+            value = getattr(self, name)
+            may_be_none = name in (*SOFT_CAPS, *neutral)
+            self._set(name, None if value is None and may_be_none else _as_positive(name, value))
         if (divisor := self.query_pre_attn_scalar) is not None:
             self._set("query_pre_attn_scalar", as_integer("query_pre_attn_scalar", divisor, 1))
         self._check_layers("layer_types", (SLIDING, FULL))
@@ -543,6 +545,10 @@ def _parse_dtype(settings: Mapping[str, Any]) -> Any:
 
 def _default_layers(model_type: str, count: int, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values for each layer that config.json may lack."""
+    if count > MAX_LISTED_LAYERS and (model_type == "smollm3" or model_type.startswith("gemma")):
+        raise ValueError(
+            f"`num_hidden_layers` (={count}) must be at most {MAX_LISTED_LAYERS} for {model_type}."
+        )
     if model_type == "smollm3":
         every = as_integer("no_rope_layer_interval", values.get("no_rope_layer_interval", 4), 1)
         return {"no_rope_layers": [int((i + 1) % every != 0) for i in range(count)]}

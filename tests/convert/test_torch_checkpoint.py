@@ -45,8 +45,13 @@ def shapes_of(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("Llama", {}), ("Llama", {"tie_word_embeddings": True}), ("Qwen3", {})],
-    ids=["llama", "tied", "qwen3"],
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Qwen3", {}),
+        ("Phi3", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}),
+    ],
+    ids=["llama", "tied", "qwen3", "fused"],
 )
 def test_checkpoints(tmp_path, kind, options, dtype):
     model = make_model(kind, dtype, **options)

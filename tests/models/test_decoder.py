@@ -491,6 +491,11 @@ def test_llama3_scaling():
         ("gemma3", {"use_bidirectional_attention": True}, "`use_bidirectional_attention`"),
         ("gemma2", {"hidden_activation": "silu"}, "`hidden_activation` .* 'gelu_pytorch_tanh'"),
         ("gemma2", {"attn_logit_softcapping": -1}, r"`attn_logit_softcapping` \(=-1"),
+        (
+            "smollm3",
+            {"num_hidden_layers": 10**9},
+            r"`num_hidden_layers` \(=1000000000\) .* at most",
+        ),
         ("granite", {"logits_scaling": 0}, r"`logits_scaling` \(=0"),
         ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` .='yarn'"),
         ("llama2", {"rope_scaling": {"rope_type": "llama3"}}, "lacks `factor`"),
