@@ -404,6 +404,14 @@ def same_as_trl() -> Iterator[Cells]:
         yield [row["name"], *(f"{loss:.4f}" for loss in losses), f"{row['difference']:.0e}"]
 
 
+def torch_loop() -> Iterator[Cells]:
+    yield ["", "loss, first step", "tenth", "twentieth", "largest difference"]
+    for row in read("cpu/torch_loop.json")["rows"]:
+        losses = (f"{row['losses'][i]:.4f}" for i in (0, 9, 19))
+        difference = f"{row['difference']:.0e}" if "difference" in row else ""
+        yield [row["name"], *losses, difference]
+
+
 def three_digits(number: float) -> str:
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
 
@@ -506,7 +514,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             overlap, clipping, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
             my_gpu, my_quantized_gpu, published, published_tpu, published_memory, run_memory,
-            same_as_trl,
+            same_as_trl, torch_loop,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),
