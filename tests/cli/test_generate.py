@@ -239,7 +239,7 @@ def test_prompts_of_a_file(run, base, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = "--prompts", "rows.jsonl", "--out", "out.jsonl", *GREEDY
     assert run("generate", base, *options) == (0, "written: out.jsonl\n", "unused fields: id\n")
-    written = [json.loads(line) for line in (tmp_path / "out.jsonl").open()]
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     texts = [row.pop("generated") for row in written]
     assert written == rows and texts[0] == texts[1] and all(texts)
     (tmp_path / "lines.txt").write_text(f"{PROMPT}\n\n{PROMPT}\n")
