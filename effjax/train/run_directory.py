@@ -184,7 +184,8 @@ class RunDirectory:
         file = self.path / self.ARRAYS
         with _explain(file, "cannot be read", "Start a new run."):
             try:
-                with np.load(file) as arrays:
+                # NumPy leaves the file open if it is not a whole archive.
+                with file.open("rb") as opened, np.load(opened) as arrays:
                     return {name: arrays[name] for name in arrays.files}
             except (zipfile.BadZipFile, EOFError) as error:
                 raise ValueError(str(error)) from error
