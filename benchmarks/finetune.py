@@ -35,6 +35,11 @@ IN_MEMORY, OFFLOADED = "jax.checkpoint, fused", "offload all, fused"
 OPTIONS = {IN_MEMORY: "--fuse-update", OFFLOADED: "--offload all --fuse-update"}
 LENGTH = 4096
 OWN_PROGRAM = "Qwen3-8B", "rtx4090"  # whose steps are compiled for the GPU itself
+# The model of the size "small".
+SMALL = dataclasses.replace(
+    QWEN3_8B, vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=1,
+)  # fmt: skip
 COMPILED_FOR = "h100"
 
 
@@ -100,11 +105,7 @@ def run(size: Size) -> Iterator[Result]:
     need_compiler()
     models, gpus, length = MODELS, GPUS, LENGTH
     if size == "small":
-        small = dataclasses.replace(
-            QWEN3_8B, vocab_size=2048, hidden_size=256, intermediate_size=512,
-            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        )  # fmt: skip
-        models, gpus, length = {"small": small}, {"H100": "h100"}, 512
+        models, gpus, length = {"small": SMALL}, {"H100": "h100"}, 512
     optimizers = OPTIMIZERS if size == "published" else OPTIMIZERS[:1]
     rows = [
         row

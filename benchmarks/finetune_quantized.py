@@ -13,8 +13,7 @@ from effjax.models import DecoderConfig
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import training_step
 
-from .finetune import LENGTH, plan_step
-from .language_model import QWEN3_8B
+from .finetune import LENGTH, SMALL, plan_step
 from .language_model_table import LLAMA_70B, QWEN3_14B, QWEN3_32B
 from .measure import need_compiler
 from .results import Bars, Result, Size
@@ -78,11 +77,7 @@ def run(size: Size) -> Iterator[Result]:
     need_compiler()
     models, weights, length = MODELS, WEIGHTS, LENGTH
     if size == "small":
-        small = dataclasses.replace(
-            QWEN3_8B, vocab_size=2048, hidden_size=256, intermediate_size=512,
-            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        )  # fmt: skip
-        models, weights, length = {"small": small}, WEIGHTS[-1:], 512
+        models, weights, length = {"small": SMALL}, WEIGHTS[-1:], 512
     rows = [
         plan_model(name, model, quantize, "RTX 4090", "rtx4090", length)
         for name, model in models.items()

@@ -245,7 +245,7 @@ class PackedRows:
 
     @property
     def unit(self) -> str:
-        """What a loss is a mean over."""
+        """The unit that losses are means over: "pair" or "token"."""
         return "pair" if isinstance(self.train, PackedPairs) else "token"
 
     @property
