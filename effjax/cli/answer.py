@@ -35,6 +35,7 @@ class Row:
     limits: Limits
     state: tuple[int, int] = 0, 0  # bytes of the state and the batch, on a device and on the host
     plan: "MemoryPlan | None" = None
+    error: str = ""  # why the step cannot be compiled
 
     @functools.cached_property
     def step(self) -> tuple[Any, ...]:
@@ -146,6 +147,7 @@ def make_report(rows: "Sequence[Row]", base: Any) -> "Report":
         for row in rows
         if row.plan and (note := recomputation_note(row.plan.step_time))
     ]
+    notes += [f"{row.name}: {row.error}" for row in rows if row.error]
     return Report([ReportTable(header, cells, title)], note="\n".join(notes))
 
 
@@ -205,7 +207,10 @@ def advise(
     num_devices: int | None = None,
 ) -> tuple[str, str]:
     """Return what is short where nothing fits, and a command that plans the change that helps."""
-    nearest = min((row for row in rows if row.form.has_command), key=lambda row: sum(row.shortage))
+    known = [row for row in rows if row.form.has_command and not row.error]
+    if not known:
+        return "The compiler refuses the forms that a command trains.", ""
+    nearest = min(known, key=lambda row: sum(row.shortage))
     is_state = sum(_shortage(*nearest.state, nearest.limits)) > 0
     what = "the parameters and the optimizer state" if is_state else "the activations"
     sentence = f"Nothing fits. {nearest.name!r} comes nearest: {describe_shortage(nearest)}"
@@ -284,6 +289,8 @@ def describe_shortage(row: Row) -> str:
 def _describe_fit(row: Row) -> str:
     if row.fits:
         return "yes"
+    if row.error:
+        return "cannot be compiled"
     if row.plan is None and not any(row.shortage):
         return "not planned, see --details"
     return f"no: {describe_shortage(row)}"
@@ -362,6 +369,7 @@ def to_dict(rows: "Sequence[Row]", sentence: str, command: str) -> dict[str, Any
                 "state_bytes": sum(row.state),
                 "is_compiled": row.plan is not None,
                 "fits": row.fits,
+                "error": row.error or None,
                 "step_seconds": row.plan.step_seconds if row.plan else None,
                 "expected_seconds": row.expected_seconds,
                 "items_per_second": row.items_per_second,

@@ -365,6 +365,8 @@ def _compare_forms(
         )
     for name, plan in compiled.items():
         rows[name].plan = plan
+    for name, error in compiled.errors.items():
+        rows[name].error = shorten(str(error))
     shown = [row for name, row in rows.items() if not only or name in only]
     sentence, command = answer.conclude(shown, type(config), given, plans, options.num_devices)
     command = _for_the_same_machine(command, options)
@@ -547,14 +549,19 @@ def show(result: "Comparison | dict[str, MaxBatch]", options: PlanOptions) -> No
     if isinstance(result, Comparison):
         plans = result
         # Of several plans, show a comparison and fewer rows of each.
-        reports = [plans.report()] if len(plans) > 1 else []
+        reports = [plans.report()] if len(plans) > 1 or plans.errors else []
         rows = MAX_ROWS // 2 if len(plans) > 1 else MAX_ROWS
         reports += [plan.report(name, rows) for name, plan in plans.items()]
     else:
         plans = Comparison({name: largest.plan for name, largest in result.items()})
         reports = [_largest_batches(result)]
     if options.json:
-        print(json.dumps({name: record.to_dict() for name, record in result.items()}, indent=1))
+        records = (
+            result.to_dict()
+            if isinstance(result, Comparison)
+            else {name: largest.to_dict() for name, largest in result.items()}
+        )
+        print(json.dumps(records, indent=1))
     else:
         _print_reports(reports)
     if options.plot is not None:

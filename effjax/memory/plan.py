@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from ..ops._common.arguments import as_integer, as_number
 from .compiler.cache import with_cache
-from .compiler.lower import lower
+from .compiler.lower import PlanError, lower
 from .compiler.packages import find_compiler
 from .compiler.process import CompiledProgram, compile_for, open_pipe
 from .devices import Rates, Target, find_rates, find_target
@@ -120,10 +120,11 @@ def compare(
 
     Returns:
         A `Comparison`: a dictionary of plans that prints as a table, with `plot()` and `to_dict()`.
+        Programs that the compiler refuses are in its `errors` instead.
 
     Raises:
         ValueError: if there are no programs, or `args` that no program takes; and as `plan`.
-        TypeError, PlanError: as `plan`.
+        TypeError, PlanError: as `plan`; if no program can be compiled.
     """
     if not programs:
         raise ValueError("`programs` must not be empty.")
@@ -153,15 +154,23 @@ def compare(
             for name in others:
                 report.run(running())
                 futures[submit(name)] = name
-            pending = set(futures)
+            pending, plans, errors = set(futures), {}, {}
             while pending:
                 report.run(running())
                 done, pending = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
                 for future in done:
-                    result, seconds = future.result()
-                    size = format_bytes(result.peak_device_bytes)
-                    report.finish(f"{futures[future]}: {size} at the peak, {seconds:.1f} s")
-    return Comparison({name: future.result()[0] for future, name in futures.items()})
+                    name = futures[future]
+                    try:
+                        plans[name], seconds = future.result()
+                    except PlanError as error:
+                        errors[name] = error
+                        report.finish(f"{name}: cannot be compiled")
+                        continue
+                    size = format_bytes(plans[name].peak_device_bytes)
+                    report.finish(f"{name}: {size} at the peak, {seconds:.1f} s")
+    if not plans:
+        raise errors[first]
+    return Comparison({name: plans[name] for name in steps if name in plans}, errors)
 
 
 @contextlib.contextmanager

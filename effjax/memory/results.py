@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ops.offload.compiled import HOST_MEMORY_VARIABLE, gibibytes, host_memory_limit
@@ -194,11 +194,24 @@ class MemoryPlan(Printable):
 
 
 class Comparison(Printable, dict[str, MemoryPlan]):
-    """Plans by name, with ratios relative to the first one. Returned by `compare`."""
+    """Plans by name, with ratios relative to the first one. Returned by `compare`.
+
+    Attributes:
+        errors: by name, the errors of programs that cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[str, MemoryPlan] | None = None,
+        errors: Mapping[str, Exception] | None = None,
+    ):
+        super().__init__(plans or {})
+        self.errors = dict(errors or {})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plans as JSON-serializable data."""
-        return {name: plan.to_dict() for name, plan in self.items()}
+        errors = {name: {"error": str(error)} for name, error in self.errors.items()}
+        return {name: plan.to_dict() for name, plan in self.items()} | errors
 
     def report(self) -> Report:
         """Return the report to print: a table with a row per plan."""
@@ -218,7 +231,8 @@ class Comparison(Printable, dict[str, MemoryPlan]):
             for name, plan in self.items()
         ]
         times = comparison_table({name: plan.step_time for name, plan in self.items()})
-        return Report([ReportTable(header, rows), times])
+        note = "\n".join(f"{name}: {error}" for name, error in self.errors.items())
+        return Report([ReportTable(header, rows), times], note=note)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw a bar per plan, by kind of memory, with matplotlib; return the axes."""

@@ -1,10 +1,11 @@
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from effjax.memory import Comparison, compare
+from effjax.memory import Comparison, PlanError, compare
 from tests.memory.conftest import f32
 from tests.programs import needs_gpu_compiler
 
@@ -54,3 +55,14 @@ def test_rejects_wrong_programs():
         compare({}, f32(8))
     with pytest.raises(ValueError, match="`args` must be empty"):
         compare({"one": (jnp.sin, f32(8))}, f32(8))
+
+
+def test_a_program_that_cannot_be_compiled():
+    kernel = jax.ffi.ffi_call("__gpu$xla.gpu.triton", f32(8))  # without its code
+    programs = {"triton": lambda x: kernel(x), "sin": jnp.sin}
+    result = compare(programs, f32(8))
+    assert list(result) == ["sin"] and list(result.errors) == ["triton"]
+    assert "triton: the compiler for NVIDIA H200 141GB HBM3e ended with exit code" in str(result)
+    assert "ended with exit code" in result.to_dict()["triton"]["error"]
+    with pytest.raises(PlanError, match="ended with exit code"):
+        compare({"triton": programs["triton"]}, f32(8))

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -76,9 +77,11 @@ def compile_for(
         (folder / "request.json").write_text(json.dumps(request))
         code, message = _run(folder, target, pipe)
         if code:
+            fatal = re.search(r"^F\d{4} .*", message, re.MULTILINE)  # of a failed check in XLA
+            message = fatal[0] if fatal else message[-4000:].strip()
             raise PlanError(
                 f"the compiler for {target.description} ended with exit code {code}: "
-                f"{message[-4000:].strip() or 'no message'}"
+                f"{message or 'no message'}"
             )
         result = json.loads((folder / "result.json").read_text())
         if "custom_partitioner" in result.get("error", ""):
