@@ -327,16 +327,34 @@ def fine_tuning_cells(row: Row) -> Cells:
 
 
 def my_gpu() -> Iterator[Cells]:
-    """Yield a row for each GPU and model; a cell has the numbers of AdamW and of 8-bit moments.
+    yield ["GPU", "model", "state", "host", "device", "s a step", "tokens/s", "options"]
+    for gpu, model, _, *cells in gpu_rows("planned/finetune.json"):
+        yield [gpu, model, *cells]
+
+
+def my_gpu_batches() -> Iterator[Cells]:
+    yield ["GPU", "model", "sequences", "host", "device", "s a step", "tokens/s", "options"]
+    for gpu, model, batch, _, *cells in gpu_rows("planned/finetune_batches.json"):
+        yield [gpu, model, batch, *cells]
+
+
+def gpu_rows(path: str) -> Iterator[Cells]:
+    """Yield a row for each GPU, model and batch; a cell has the numbers of AdamW and 8-bit moments.
 
     † marks a form that exceeds the memory of the device.
     """
-    yield ["GPU", "model", "state", "host", "device", "s a step", "tokens/s", "options"]
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in read("planned/finetune.json")["rows"]:
-        groups.setdefault((row["gpu"], row["model"]), []).append(row)
-    gpus = read("planned/finetune.json")["gpus"]
-    for (gpu, model), rows in sorted(groups.items(), key=lambda item: [*gpus].index(item[0][0])):
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for row in read(path)["rows"]:
+        groups.setdefault((row["gpu"], row["model"], row["batch_size"]), []).append(row)
+    gpus = [*read(path)["gpus"]]
+    models = [*dict.fromkeys(model for _, model, _ in groups)]
+
+    def place(key: tuple[str, str, int]) -> tuple[int, int, int]:
+        gpu, model, batch = key
+        return gpus.index(gpu), models.index(model), batch
+
+    for key in sorted(groups, key=place):
+        rows = groups[key]
         columns = (
             (gigabytes(row, "state") for row in rows),
             (gigabytes(row, "planned_host") for row in rows),
@@ -345,7 +363,7 @@ def my_gpu() -> Iterator[Cells]:
             (f"{row['tokens_per_second']:.0f}" for row in rows),
             (f"`{row['options']}`" for row in rows),
         )
-        yield [gpu, model, *(" / ".join(dict.fromkeys(column)) for column in columns)]
+        yield [*map(str, key), *(" / ".join(dict.fromkeys(column)) for column in columns)]
 
 
 def my_quantized_gpu() -> Iterator[Cells]:
@@ -513,7 +531,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
             overlap, clipping, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
-            my_gpu, my_quantized_gpu, published, published_tpu, published_memory, run_memory,
+            my_gpu, my_gpu_batches, my_quantized_gpu, published, published_tpu, published_memory, run_memory,
             same_as_trl, torch_loop,
         )
     },
