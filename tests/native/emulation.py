@@ -50,9 +50,8 @@ class Case:
     def want(self) -> Sequence[jax.Array]:
         """Return the result and the gradients in float64."""
         is_float = lambda a: jnp.issubdtype(a.dtype, jnp.floating)  # noqa: E731
-        return self.reference(
-            *(jnp.asarray(a, jnp.float64 if is_float(a) else a.dtype) for a in self.args.values())
-        )
+        wide = (jnp.asarray(a, "float64" if is_float(a) else a.dtype) for a in self.args.values())
+        return jax.jit(self.reference)(*wide)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,7 +112,7 @@ class Operator:
             ctypes.c_bool(in_order),
         )
 
-    def shuffle_threads(self, count: int = 3) -> Iterator[None]:
+    def shuffle_threads(self, count: int = 2) -> Iterator[None]:
         """Iterate over runs. Blocks and threads start in another order in each of them."""
         assert self.library is not None
         try:
@@ -205,8 +204,9 @@ def call_conv(geometry: Geometry, args: Arrays, start: float = 1, wide_index: bo
         return [y, *xla.columns_backward(x, offset, mask, row, dcolumns, *before, geometry)]
 
     def sort():
-        here = jnp.asarray(offset[:, row[0] : row[0] + rows])
-        return sort_corners(native.destinations(here, jnp.asarray(row), (h, w), geometry), 1)
+        here = offset[:, row[0] : row[0] + rows]
+        find = jax.jit(lambda *a: native.destinations(*a, (h, w), geometry))
+        return sort_corners(find(here, row), 1)
 
     return Case(sizes, args, results, reference, sort)
 
@@ -282,7 +282,8 @@ def call_attention(levels: Levels, args: Arrays, start: float = 1) -> Case:
         return [attention.attend(*args[:3], **options), dvalue + start, *gradients]
 
     def sort():
-        return sort_corners(attention_native.destinations(jnp.asarray(locations), levels), 4)
+        find = jax.jit(lambda a: attention_native.destinations(a, levels))
+        return sort_corners(find(locations), 4)
 
     return Case([*sizes, *np.ravel(levels.shapes)], args, results, reference, sort)
 

@@ -51,10 +51,7 @@ def assert_close(got, want, dtype, scale):
         (np.float32, 24, 0),
         (jnp.bfloat16, 5, 1),
         (np.float32, 520, 0),
-        (np.float32, 4, 1),
-        (np.float64, 6, 1),
-        (np.float64, 1, 2),
-        (jnp.bfloat16, 32, 0),
+        (np.float64, 6, 2),
         (np.float16, 8, 2),
     ],
 )
@@ -134,9 +131,8 @@ def test_division_by_multiplication(operator):
 
 
 @only(ATTENTION)
-@pytest.mark.parametrize("workspace_bytes", [10**6, 2 * 2 * 6 * 80 * 2])
-def test_deterministic_gradients_in_slices(operator, monkeypatch, workspace_bytes):
-    """Five queries at once, or in slices of two, of which the last one is padded."""
+def test_deterministic_gradients_in_slices(operator, monkeypatch):
+    """Five queries in slices of two, of which the last one is padded."""
     levels = reference.Levels(((3, 4), (2, 2)), True)
     case = operator.make(np.float32, 4, shapes=levels.shapes, points=3, queries=5)
     names = operator.arrays[:6]
@@ -162,11 +158,14 @@ def test_deterministic_gradients_in_slices(operator, monkeypatch, workspace_byte
         return lambda *args, **_: jax.pure_callback(run, results, *args)
 
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
-    args = [jnp.asarray(a) for a in case.args.values()]
-    options: Any = dict(levels=levels, workspace_bytes=workspace_bytes)
-    got = jax.block_until_ready(attention.sorted_attend_backward(*args, **options))
-    assert len(calls) == (2 if workspace_bytes == 10**6 else 4)
-    for gradient, want in zip(got, reference.attend_backward(*args, **options), strict=True):
+    options: Any = dict(levels=levels, workspace_bytes=2 * 2 * 6 * 80 * 2)
+    sliced, plain = (
+        jax.jit(functools.partial(backward, **options))
+        for backward in (attention.sorted_attend_backward, reference.attend_backward)
+    )
+    got = jax.block_until_ready(sliced(*case.args.values()))
+    assert len(calls) == 1 + 3
+    for gradient, want in zip(got, plain(*case.args.values()), strict=True):
         assert_close(gradient, want, gradient.dtype, scale=1)
 
 
