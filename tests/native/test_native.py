@@ -17,7 +17,6 @@ from effjax import native
 from effjax.ops.samplers import kernels
 from tests.tiers import vary
 
-SOURCES = pathlib.Path(native.__file__).parent
 needs_cpu = pytest.mark.skipif(
     not native.is_available("cpu"), reason="built without native kernels"
 )
@@ -45,34 +44,37 @@ def test_status():
     assert not native.is_available("tpu")
 
 
-def test_missing_library(fresh, monkeypatch, tmp_path):
+@pytest.fixture
+def folder(fresh, monkeypatch, tmp_path):
+    """Let the package look for its libraries in an empty folder."""
     monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
-    assert native.status()["cpu"].startswith("not built")
+    return tmp_path
+
+
+def test_missing_libraries(folder):
+    assert all(native.status()[name].startswith("not built") for name in ("cpu", "cuda"))
     assert not native.is_available("cpu")
 
 
-def test_unloadable_library(fresh, monkeypatch, tmp_path):
-    (tmp_path / "libeffjax_cpu.so").write_text("no library")
-    (tmp_path / "libeffjax_cpu.dylib").write_text("no library")
-    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+def test_unloadable_library(folder):
+    (folder / "libeffjax_cpu.so").write_text("no library")
+    (folder / "libeffjax_cpu.dylib").write_text("no library")
     assert native.status()["cpu"].startswith("cannot be loaded: ")
 
 
-@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
+@pytest.mark.parametrize("share", [0, 0.001, 0.99])
 @pytest.mark.skipif(sys.platform != "linux", reason="ELF files")
-def test_truncated_library(fresh, monkeypatch, tmp_path, share):
+def test_truncated_library(folder, monkeypatch, share):
     """Opening a truncated library could end the process."""
     content = pathlib.Path(_ctypes.__file__).read_bytes()
-    (tmp_path / "libeffjax_cpu.so").write_bytes(content[: int(len(content) * share)])
-    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    (folder / "libeffjax_cpu.so").write_bytes(content[: int(len(content) * share)])
     monkeypatch.setattr(native.ctypes, "CDLL", None)
     assert native.status()["cpu"] == "cut short: install effjax again"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ELF files")
-def test_foreign_library(fresh, monkeypatch, tmp_path):
-    shutil.copy(_ctypes.__file__, tmp_path / "libeffjax_cpu.so")
-    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+def test_foreign_library(folder):
+    shutil.copy(_ctypes.__file__, folder / "libeffjax_cpu.so")
     assert native.status()["cpu"] == "built from another version of effjax: install effjax again"
 
 
@@ -102,7 +104,6 @@ def test_library_for_a_newer_jaxlib(fresh, monkeypatch):
     ("gpus", "match"),
     [
         (native.Gpus(13000, 0, 0, 0), None),  # no driver: programs for a GPU can be planned
-        (native.Gpus(13000, 13010, 0, 0), None),
         (native.Gpus(13000, 13000, 2, 90), None),
         (native.Gpus(12090, 13000, 1, 80), None),
         (native.Gpus(13000, 12080, 1, 90), r"CUDA 13, .* runs CUDA 12\.8 .* \(580 or newer\), or "),
@@ -118,12 +119,10 @@ def test_unsupported_gpus_and_drivers(gpus, match):
 @pytest.mark.parametrize(
     ("driver", "plugins", "chosen"),
     [
-        (13, {13}, 13),
         (14, {13}, 13),
         (13, {12}, 12),
         (13, {12, 13}, 13),
         (13, set(), 13),
-        (12, {12}, 12),
         (12, {13}, 12),
         (11, {12}, 12),  # is refused with a message, see above
         (0, {12}, 12),  # without a driver, programs are planned
@@ -135,18 +134,11 @@ def test_choice_between_cuda_libraries(driver, plugins, chosen):
 
 
 @pytest.mark.parametrize("version", [12, 13])
-def test_one_cuda_library(monkeypatch, tmp_path, version):
+def test_one_cuda_library(folder, version):
     """It is chosen for every driver, and may be refused later."""
-    (tmp_path / f"libeffjax_cuda{version}.so").touch()
-    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    (folder / f"libeffjax_cuda{version}.so").touch()
     with native.library_file("cuda") as path:
-        assert path == tmp_path / f"libeffjax_cuda{version}.so"
-
-
-def test_no_cuda_library(fresh, monkeypatch, tmp_path):
-    (tmp_path / "libeffjax_cpu.so").touch()
-    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
-    assert native.status()["cuda"].startswith("not built")
+        assert path == folder / f"libeffjax_cuda{version}.so"
 
 
 @pytest.mark.parametrize(
@@ -183,11 +175,6 @@ def test_unsupported_driver_registers_nothing(fresh, monkeypatch):
     assert "CUDA" not in registered
 
 
-def test_jaxlib_version():
-    major, minor = native.jaxlib_version()
-    assert (major, minor) >= (0, 3)
-
-
 GEOMETRY = dict(
     kernel_h=1, kernel_w=2, stride_h=1, stride_w=1, padding_top=0, padding_left=0, dilation_h=1,
     dilation_w=1, offset_groups=1,
@@ -212,9 +199,7 @@ def call(name, dtypes=(), attributes=(), **shapes):
     """Call a handler with zeros."""
     usual_shapes, usual_attributes = HANDLERS[name]
     dtypes = dict.fromkeys(usual_shapes, np.float32) | {"row": np.int32} | dict(dtypes)
-    *args, y = (
-        jnp.zeros(shape, dtypes[key]) for key, shape in (usual_shapes | shapes).items()
-    )  # fmt: skip
+    *args, y = (np.zeros(shape, dtypes[key]) for key, shape in (usual_shapes | shapes).items())
     function = jax.ffi.ffi_call(f"effjax_{name}", jax.ShapeDtypeStruct(y.shape, args[0].dtype))
     is_list = lambda a: isinstance(a, tuple)  # noqa: E731
     values = jax.tree.map(
@@ -259,10 +244,14 @@ def call(name, dtypes=(), attributes=(), **shapes):
     ],
 )  # fmt: skip
 def test_handler_rejects_bad_buffers(name, match, options):
-    y = call(name)
-    np.testing.assert_array_equal(y, np.zeros(HANDLERS[name][0]["y"]))
     with pytest.raises(jax.errors.JaxRuntimeError, match=match):
         call(name, **options)
+
+
+@needs_cpu
+@pytest.mark.parametrize("name", HANDLERS)
+def test_handler_accepts_usual_buffers(name):
+    np.testing.assert_array_equal(call(name), np.zeros(HANDLERS[name][0]["y"]))
 
 
 # Without optimizations, the sanitizers check the same accesses, and g++ takes a third of the time.
@@ -279,14 +268,14 @@ SANITIZED = ["fuzz", "fuzz_checks", "fuzz_attention", "fuzz_roi"]
 def test_loops(tmp_path, flags, name):
     """Results are bit-equal for every number of threads; sanitizers report nothing."""
     compiler = shutil.which("g++")
-    sources = pathlib.Path(__file__).parent.parent.parent / "effjax" / "native"
+    here = pathlib.Path(__file__).parent
+    sources = here.parent.parent / "effjax" / "native"
     if compiler is None or not sources.is_dir():
         pytest.skip("no g++, or a package without its C++ sources")
     program = tmp_path / "fuzz"
-    source = pathlib.Path(__file__).parent / f"{name}.cc"
     command = [
         compiler, "-std=c++17", "-O0", "-pthread", *flags, f"-I{sources}", "-isystem",
-        jax.ffi.include_dir(), source, "-o", program,
+        jax.ffi.include_dir(), here / f"{name}.cc", "-o", program,
     ]  # fmt: skip
     built = subprocess.run(command, capture_output=True, text=True)
     if "cannot find" in built.stderr:
