@@ -69,12 +69,19 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("memory", ["cpu", "cuda"])
-@pytest.mark.parametrize("fault", broken.FAULTS)
-@vary("size", [5, 1])
-def test_guards(guarded_copies, memory, fault, size):
+# All faults, and on the fake driver those that its copies in both directions and fills could miss.
+@pytest.mark.parametrize(
+    ("memory", "fault"),
+    [
+        *(("cpu", fault) for fault in broken.FAULTS),
+        ("cuda", "none"),
+        ("cuda", "write before"),
+        ("cuda", "read after"),
+    ],
+)
+def test_guards(guarded_copies, memory, fault):
     """A write next to an array by one element is found, and a value from outside changes."""
-    x = jnp.arange(1, size + 1, dtype=jnp.float32)
+    x = np.arange(1, 6, dtype=np.float32)
     call = jax.ffi.ffi_call(f"copy_{memory}", jax.ShapeDtypeStruct(x.shape, x.dtype))
     copy = jax.jit(lambda x: call(x, fault=np.int64(broken.FAULTS.index(fault))))
     found, results = [], []
@@ -87,7 +94,7 @@ def test_guards(guarded_copies, memory, fault, size):
         assert (results[1][-1] != x[-1]) == (fault == "skip")
         return
     for result in results:
-        np.testing.assert_array_equal(result, np.arange(1, size + 1))
+        np.testing.assert_array_equal(result, x)
     expected = MESSAGES[fault]
     if expected is None:
         assert not found
@@ -241,7 +248,7 @@ def test_broken_kernels_are_caught(names, time_limit, library, monkeypatch):
     assert report["key"]["gpu"] == "cpu" and len(report["key"]["library"]) == 64
 
 
-@pytest.mark.parametrize("repeats", [2, None], ids=["check", "time"])
+@vary("repeats", [2, None], ids=["check", "time"])
 @pytest.mark.parametrize("name", broken.ERRORS)
 def test_errors_of_a_case(name, repeats, x64):
     """A lack of memory and an error of XLA say nothing about a kernel."""
@@ -289,7 +296,8 @@ def test_kernels_of_the_cpu(name, dtype, cases):
     "name", ["deform_conv2d", "roi_pool", "ms_deform_attn", "dot_product_attention"]
 )
 def test_all_cases_can_be_traced(name, x64):
-    for make in kernels.KERNELS[name].cases.values():
+    kernel = kernels.KERNELS[name]
+    for make in (kernel.timed, *kernel.cases.values()):
         call = make("float32")
         if isinstance(call, str):  # it needs a larger machine
             continue
@@ -310,16 +318,7 @@ def test_programs_of_guarded_calls():
     assert "@effjax_roi_pool" in lower()
 
 
-@pytest.mark.parametrize("name", kernels.KERNELS)
-def test_timed_calls(name):
-    call = kernels.KERNELS[name].timed("float32")
-    result = jax.eval_shape(functools.partial(call.apply, implementation="native"), *call.args)
-    assert result.size > 10**5
-
-
 def test_child_that_cannot_start():
-    with pytest.raises(run.NoKernelsError, match="No module named 'no_such_module'"):
-        validate([], "no_such_module:KERNELS")
     with pytest.raises(run.NoKernelsError, match="unknown platform"):
         run.validate(platform="abacus")
 
