@@ -28,7 +28,6 @@ from benchmarks.plots import PALETTE, TEXT, color_of
 from effjax import native, train
 from effjax.cli.app import app
 from tests.programs import why_not
-from tests.tiers import vary
 
 ROOT = pathlib.Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -76,20 +75,21 @@ def run_page(page):
     return names
 
 
-# The page on offloading is the one that runs in the plain tier.
-@vary(
-    "page",
-    sorted((p for p in PAGES[1:] if blocks(p, "python")), key=lambda page: page.stem != "offload"),
-    ids=lambda page: page.stem,
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES[1:] if blocks(p, "python")], ids=lambda page: page.stem
 )
 def test_python_blocks_run(page, capsys):
+    """One of these pages runs in the plain tier too, below."""
     run_page(page)
 
 
-def test_readme_blocks_run_separately(capsys):
+def test_readme_blocks_run_separately():
+    """They are traced only: initializing their networks would compile every operation."""
     for line, code in blocks(README, "python")[1:]:
         if can_run(code):
-            execute(README, line, code, {"__name__": "readme"})
+            run = functools.partial(execute, README, line, code, {"__name__": "readme"})
+            jax.eval_shape(run)
 
 
 def test_readme_shows_what_the_planner_prints(capsys):
@@ -110,22 +110,18 @@ def test_batch_norm_page_reduces_gradients():
     names = run_page(ROOT / "docs" / "batch_norm.md")
     x = np.asarray(names["x"])
     loss = lambda scale: jnp.mean(jnp.sin(effjax.sync_batch_norm(x, scale)[0]))  # noqa: E731
-    expected = jax.grad(loss)(names["scale"])
+    expected = jax.jit(jax.grad(loss))(names["scale"])
     np.testing.assert_allclose(names["grads"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_code_is_at_most_85_columns_wide(page):
+def test_style_of_code(page):
     for language in ("python", "bash", "sh", "text", "math"):
         for line, block in blocks(page, language):
             wide = [row for row in block.splitlines() if len(row) > 85]
             assert not wide, f"{page.name}, block at line {line}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
-def test_examples_use_explicit_meshes(page):
     code = "".join(block for _, block in blocks(page, "python"))
-    assert "AxisType.Auto" not in code and "sharding.Mesh(" not in code
+    assert "AxisType.Auto" not in code and "sharding.Mesh(" not in code, "use explicit meshes"
     assert page.stem == "pmap" or "jax.pmap(" not in code, "pmap has a page of its own"
 
 
