@@ -143,10 +143,12 @@ def test_sharded_images():
         np.testing.assert_allclose(pool(sharded, rois), want, atol=1e-6)
     kind = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("data",), kind, devices=jax.devices()[:2])
-    own = rois[:10]
     mapped = jax.shard_map(pool, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
-    halves = [pool(x[4 * i : 4 * i + 4], own[5 * i : 5 * i + 5]) for i in range(2)]
-    np.testing.assert_allclose(jax.jit(mapped)(x, own), np.concatenate(halves), atol=1e-6)
+    # The second device has the images of the first one in reverse order: boxes count from its own.
+    reverse = np.where(np.arange(5) == 0, 1 - ROIS, ROIS).astype(np.float32)
+    images, boxes = np.concatenate([INPUT, INPUT[::-1]]), np.concatenate([ROIS, reverse])
+    halves = jax.jit(mapped)(images, boxes)
+    np.testing.assert_allclose(halves, np.tile(want[:5], (2, 1, 1, 1)), atol=1e-6)
 
 
 def test_empty_batch():

@@ -99,7 +99,7 @@ ATTENTION = dict(features=8, num_levels=1, num_heads=2, num_points=2)
 QUERIES = jnp.ones((1, 5, 8)), jnp.ones((1, 5, 1, 2)) / 2, jnp.ones((1, 6, 8)), [(2, 3)]
 ROI_PACK = dict(**POOL, gamma=0.5, deform_fc_channels=4)
 DENSENET = dict(
-    growth_rate=4, block_config=(1, 2), num_init_features=8, bn_size=2, num_classes=3,
+    growth_rate=4, block_config=(1, 1), num_init_features=8, bn_size=2, num_classes=3,
     compression=0.5, num_chunks=1, small_inputs=True,
 )  # fmt: skip
 RESNET = dict(
@@ -122,7 +122,6 @@ NNX: dict[str, tuple[dict[str, Any], tuple]] = {
     "models.DenseNet": (dict(**DENSENET, in_channels=8), (X,)),
     "models.densenet_cifar": (dict(depth=10, growth_rate=4, in_channels=8), (X,)),
     "models.ResNet": (dict(**RESNET, in_channels=8), (X,)),
-    "models.resnet18": (dict(num_classes=10, width=8, in_channels=8), (X,)),
     "models.FeaturePyramid": (dict(**PYRAMID, in_channels=(8, 8)), (LEVELS,)),
     "models.Decoder": (dict(config=DECODER, mlp_chunk_size=2), (jnp.zeros((1, 4), int),)),
 }
