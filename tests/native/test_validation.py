@@ -323,26 +323,18 @@ def test_child_that_cannot_start():
         run.validate(platform="abacus")
 
 
-@pytest.mark.parametrize(
-    ("planned", "measured", "kind"),
-    [
-        ({"value": 10**9}, {"value": 10**9 + 10**7}, None),
-        ({"value": 10**9}, {"value": 11 * 10**8}, "peak"),
-        ({"value": 10**9}, {"value": 9 * 10**8}, "peak"),
-        ({"value": 10**9}, {"value": None}, "skipped"),
-        ({"error": "no compiler"}, {"value": 10**9}, "skipped"),
-        ({"value": 10**9}, {"error": "out of memory"}, "error"),
-    ],
-)
-def test_planned_and_measured_peaks(planned, measured, kind):
-    row = run.compare_peaks("deform_conv2d", planned, measured)
-    assert [failure["kind"] for failure in row["failures"]] == [kind] * (kind in ("peak", "error"))
-    assert bool(row["skipped"]) == (kind == "skipped")
-    assert (run.describe_peaks(row)[:5] == "WRONG") == bool(row["failures"])
+# What a pretended GPU measures, by program. The plan says 1024 MiB.
+MEASURED = {
+    "elementwise": {"value": 2**30},
+    "matrix products": {"value": 1.01 * 2**30},
+    "recomputed matrix products": {"value": 0.9 * 2**30},
+    "dense_block": {"value": 1.1 * 2**30},
+    "linear_cross_entropy": {"value": None},
+}
 
 
 def test_programs(monkeypatch):
-    """The peaks of ten programs and the time of a step, with measurements of a pretended GPU."""
+    """The peaks of ten programs, and the time of a step."""
 
     def run_child(platform, time_limit, task, xla_flags, **options):
         assert platform == ("cpu" if task.startswith("plan") else "cuda")
@@ -350,8 +342,12 @@ def test_programs(monkeypatch):
         name = options.get("name")
         if name == "roi_align" and task == "measure_peak":
             raise run.ChildError("crash", "Aborted")
-        factor = 2 if name == "dense_block" and task == "measure_peak" else 1
-        yield {"value": factor * 2**30 if "peak" in task else 0.02}
+        if name == "sync_batch_norm" and task == "plan_peak":
+            yield {"error": "no compiler"}
+        elif task == "measure_peak":
+            yield MEASURED.get(name, {"value": 2**30})
+        else:
+            yield {"value": 2**30 if task == "plan_peak" else 0.02}
 
     monkeypatch.setattr(run, "run_child", run_child)
     failed = {"kernel": "ms_deform_attn", "dtype": "float32", "failures": [{
@@ -363,9 +359,14 @@ def test_programs(monkeypatch):
     assert report["target"] == "l4" and len(report["programs"]) == 9
     assert lines[0] == "elementwise: 1024.0 MiB planned, 1024.0 MiB measured"
     assert lines[-1] == "offloaded step: 20 ms modelled, 20 ms measured"
-    assert [line.split(":")[0] for line in run.find_failures(report)] == [
-        "ms_deform_attn float32, plain", "memory, dense_block", "memory, roi_align",
+    found = [line.rpartition(": ")[0] for line in run.find_failures(report)]
+    assert found == [
+        "ms_deform_attn float32, plain: value", "memory, recomputed matrix products: peak",
+        "memory, dense_block: peak", "memory, roi_align: error: crash",
     ]  # fmt: skip
+    assert sum(": WRONG, " in line for line in lines) == 3
+    skipped = [row["name"] for row in report["programs"] if row["skipped"]]
+    assert skipped == ["sync_batch_norm", "linear_cross_entropy"]
     report = {"devices": ["NVIDIA Abacus"], "kernels": []}
     run.measure_programs(report, report_line=lines.append)
     assert report["programs"] == [] and "'NVIDIA Abacus' is unknown" in lines[-1]
