@@ -409,6 +409,9 @@ def train(tx, p):
     return p, state
 
 
+train_both = jax.jit(functools.partial(train, BOTH))
+
+
 def bits(tree):
     """Return the arrays with keys as numbers."""
     return jax.tree.map(
@@ -419,7 +422,6 @@ def bits(tree):
 
 COMPOSED = {
     "masked": lambda tx: optax.masked(tx, {"a": True, "b": False}),
-    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "partition": lambda tx: optax.partition(
         {"ours": tx, "sgd": optax.sgd(0.1)}, {"a": "ours", "b": "sgd"}
@@ -462,14 +464,10 @@ def test_inject_hyperparams():
     chex.assert_trees_all_close(got, want, rtol=1e-3, atol=1e-5)
 
 
-@vary(
-    ("tx", "dtype"),
-    [(BOTH, "bfloat16"), (EIGHT_BIT, "float32"), (MASTER, "bfloat16")],
-    ids=["both", "8 bits", "24 bits"],
-)
-def test_transformations(tx, dtype):
+@vary("tx", [BOTH, MASTER], ids=["both", "24 bits"])
+def test_transformations(tx):
     """jit, scan and vmap compute the same as steps one by one."""
-    p = tree(dtype)
+    p = tree(jnp.bfloat16)
     want, want_state = jax.jit(functools.partial(train, tx))(p)
 
     def body(carry, _):
@@ -492,11 +490,10 @@ def test_sharded_parameters(axis_type, spec):
     """Codes are sharded like the parameters, without communication, and the numbers are equal."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), (axis_type,) * 2, devices=jax.devices()[:8])
     p = normal((16, 64), 1, jnp.bfloat16)
-    steps = jax.jit(functools.partial(train, BOTH))
-    want, _ = steps(p)
+    want, _ = train_both(p)
     with jax.set_mesh(mesh):
         placed = jax.device_put(p, NamedSharding(mesh, spec))
-        step = steps.lower(placed).compile()
+        step = train_both.lower(placed).compile()
         new, state = step(placed)
     np.testing.assert_allclose(np.float32(new), np.float32(want), rtol=2e-2)
     assert new.sharding.is_equivalent_to(placed.sharding, 2)

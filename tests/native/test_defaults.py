@@ -143,17 +143,12 @@ def test_other_platforms_decide_nothing(monkeypatch):
         ), X)  # fmt: skip
 
 
-def test_verdict_is_read_once(monkeypatch):
-    reads = []
-    monkeypatch.setattr(defaults, "read_verdict", lambda key: reads.append(key) or {})
-    for dtype in ("float32", "float16"):
-        assert not defaults.uses_cuda("roi_pool", dtype)
-    assert reads == [KEY]
-
-
-def test_missing_verdict_is_logged_once(caplog):
+def test_missing_verdict_is_read_and_logged_once(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "effjax.native")
+    reads, read = [], defaults.read_verdict
+    monkeypatch.setattr(defaults, "read_verdict", lambda key: reads.append(key) or read(key))
     assert not any(defaults.uses_cuda("roi_pool", dtype) for dtype in ("float32", "float16"))
+    assert reads == [KEY]
     assert len(caplog.messages) == 1 and "`effjax doctor --gpu`" in caplog.messages[0]
     defaults.write_verdict(KEY, {})
     assert not defaults.uses_cuda("roi_pool", "float32") and len(caplog.messages) == 1
@@ -178,11 +173,9 @@ def damage(**changes):
     "change",
     [
         lambda text: text[:40],
-        lambda text: "",
         lambda text: "[]",
         damage(format=0),
         damage(key=KEY._replace(driver="1")._asdict()),
-        damage(key={}),
         damage(outcomes={"roi_pool": {"float32": "good"}}),
         damage(outcomes={"roi_pool": "faster"}),
         damage(outcomes=None),
