@@ -259,20 +259,13 @@ def test_names_in_pages_exist():
         pkgutil.resolve_name(name)
 
 
-def test_named_modules_exist():
-    texts = [page.read_text() for page in PAGES]
-    names = {
-        name for text in texts for name in re.findall(r"-m ((?:effjax|benchmarks)[\w.]*\w)", text)
-    }
-    for name in names:
+def test_named_modules_and_benchmarks_exist():
+    text = "\n".join(page.read_text() for page in PAGES)
+    for name in set(re.findall(r"-m ((?:effjax|benchmarks)[\w.]*\w)", text)):
         assert importlib.util.find_spec(name), name
-
-
-def test_named_benchmarks_exist():
-    for page in PAGES:
-        for arguments in re.findall(r"-m benchmarks ([^`\n]+)", page.read_text()):
-            names = [word for word in arguments.partition(" --")[0].split() if word != "--list"]
-            assert {*names} <= {"all", *SUBJECTS}, f"{page.name}: {arguments}"
+    for arguments in re.findall(r"-m benchmarks ([^`\n]+)", text):
+        names = [word for word in arguments.partition(" --")[0].split() if word != "--list"]
+        assert {*names} <= {"all", *SUBJECTS}, arguments
 
 
 def test_records_name_their_folder():

@@ -34,7 +34,7 @@ TAPS = ones(2, 18, 6, 2), ones(2, 9, 6, 2), ones(2, 8, 3, 3)  # offset, mask, we
 ROIS = ones(3, 5)
 SMALL = dict(block_config=(1,), growth_rate=2, small_inputs=True)
 RESNET = dict(stage_sizes=(1,), width=2, small_inputs=True)
-REVERSE_MODE_ONLY = {
+REVERSE_MODE_OPERATORS = {
     "effjax.sync_batch_norm": lambda x: effjax.sync_batch_norm(x)[0],
     "effjax.bn_relu_conv": lambda x: effjax.bn_relu_conv(x, *LAYER[:3])[0],
     "effjax.dense_block": lambda x: effjax.dense_block(x, [LAYER])[0],
@@ -57,6 +57,8 @@ REVERSE_MODE_ONLY = {
         x, ROIS, None, 1.0, 2, 8, True
     ),
     "effjax.compat.modulated_deform_conv": lambda x: compat.modulated_deform_conv(x, *TAPS),
+}
+REVERSE_MODE_MODULES = {
     "effjax.nnx.BatchNorm": lambda x: nnx.BatchNorm(4, rngs=Rngs(0))(x),
     "effjax.nnx.DenseBlock": lambda x: nnx.DenseBlock(4, 1, growth_rate=2, rngs=Rngs(0))(x),
     "effjax.nnx.OffloadModel": lambda x: nnx.OffloadModel([jnp.sin])(x),
@@ -78,13 +80,22 @@ REVERSE_MODE_ONLY = {
 }
 
 
-@pytest.mark.parametrize("name", REVERSE_MODE_ONLY)
+def assert_forward_mode_is_refused(call):
+    with pytest.raises(NotImplementedError, match=r"^\w+ (does not support|supports only first)"):
+        jax.jit(lambda x: jax.jvp(call, (x,), (x,))).lower(IMAGES)
+
+
+@pytest.mark.parametrize("name", REVERSE_MODE_OPERATORS)
 def test_forward_mode_is_refused(name):
     if "compat" in name and not native.is_available("cpu"):
         pytest.skip("only the native kernels are limited to reverse mode")
-    call = REVERSE_MODE_ONLY[name]
-    with pytest.raises(NotImplementedError, match=r"^\w+ (does not support|supports only first)"):
-        jax.jit(lambda x: jax.jvp(call, (x,), (x,))).lower(IMAGES)
+    assert_forward_mode_is_refused(REVERSE_MODE_OPERATORS[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", REVERSE_MODE_MODULES)
+def test_forward_mode_of_modules_is_refused(name):
+    assert_forward_mode_is_refused(REVERSE_MODE_MODULES[name])
 
 
 def test_docstrings_mention_reverse_mode_only():
@@ -94,7 +105,7 @@ def test_docstrings_mention_reverse_mode_only():
         for name, value in inspect.getmembers(module)
         if callable(value) and re.search(r"(?i)reverse\s+mode\s+only", value.__doc__ or "")
     }
-    assert documented == REVERSE_MODE_ONLY.keys()
+    assert documented == REVERSE_MODE_OPERATORS.keys() | REVERSE_MODE_MODULES.keys()
 
 
 def test_nnx_and_linen_have_the_same_names_except_the_documented_ones():
