@@ -134,18 +134,20 @@ def test_error_names_the_argument(call, argument, tmp_path, monkeypatch):
         assert len(str(error.value)) < 300 and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("value", ["False", 1, None, np.ones(2, bool)])
-def test_flags_are_bools(value):
-    q = jnp.ones((1, 4, 1, 8))
-    x, boxes = jnp.ones((1, 8, 8, 2)), jnp.ones((1, 3, 4))
-    with pytest.raises(TypeError, match="`causal` must be a bool, not"):
-        effjax.dot_product_attention(q, q, q, causal=value)
-    with pytest.raises(TypeError, match="`deterministic` must be a bool, not"):
-        effjax.roi_align(x, boxes, output_size=2, deterministic=value)
-    with pytest.raises(TypeError, match="`aligned` must be a bool, not"):
-        effjax.roi_align(x, boxes, output_size=2, aligned=value)
-    with pytest.raises(TypeError, match="`tie_word_embeddings` must be a bool, not"):
-        dataclasses.replace(CONFIG, tie_word_embeddings=value)
+Q, IMAGE, BOXES = jnp.ones((1, 4, 1, 8)), jnp.ones((1, 8, 8, 2)), jnp.ones((1, 3, 4))
+FLAGS: Mapping[str, Callable[..., Any]] = {
+    "causal": functools.partial(effjax.dot_product_attention, Q, Q, Q),
+    "deterministic": functools.partial(effjax.roi_align, IMAGE, BOXES, output_size=2),
+    "aligned": functools.partial(effjax.roi_align, IMAGE, BOXES, output_size=2),
+    "tie_word_embeddings": functools.partial(dataclasses.replace, CONFIG),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_bools(name):
+    for value in ("False", 1, None, np.ones(2, bool)):
+        with pytest.raises(TypeError, match=f"`{name}` must be a bool, not"):
+            FLAGS[name](**{name: value})
 
 
 def test_configuration_converts_numpy_scalars():
