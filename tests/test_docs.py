@@ -128,15 +128,12 @@ def test_style_of_code(page):
     assert page.stem == "pmap" or "jax.pmap(" not in code, "pmap has a page of its own"
 
 
-def test_readme_is_short():
+def test_readme_is_short_and_has_two_commands():
     assert len(README.read_text().splitlines()) <= 120
     for line, block in blocks(README, "python"):
         code = [row for row in block.splitlines() if row.strip() and not row.startswith("#")]
         assert len(code) <= 10, f"README.md, line {line}: an example of {len(code)} lines"
-
-
-def test_readme_has_two_commands():
-    # .ci/run reads and runs them.
+    # .ci/run reads and runs the commands.
     commands = [block.strip() for _, block in blocks(README, "bash")]
     assert commands == [
         'pip install ".[train]" && effjax train densenet',
