@@ -41,6 +41,11 @@ OTHER_TRANSFORMATIONS = {
     "jit_explicit_arrays": jit_explicit_arrays,
     "vmap_over_batches": vmap_over_batches,
 }
+# They share the rules of partitioning and batching with deform_conv2d, which runs in all.
+SAMPLERS = [
+    "ms_deform_attn", "dcn_aggregate", "roi_align", "deform_roi_pool", "deform_psroi_pool",
+    "multiscale_roi_align",
+]  # fmt: skip
 
 
 def check(subject, run):
@@ -49,8 +54,21 @@ def check(subject, run):
 
 
 @pytest.mark.parametrize("context", TRANSFORMATIONS)
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name not in SAMPLERS])
 def test_transformation(name, context):
+    check(OPERATORS[name](), TRANSFORMATIONS[context])
+
+
+@pytest.mark.parametrize("context", ["jit_explicit", "vmap_of_grad", "shard_map_of_grad"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_sampler(name, context):
+    check(OPERATORS[name](), CONTEXTS[context])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("context", TRANSFORMATIONS)
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_sampler_in_every_transformation(name, context):
     check(OPERATORS[name](), TRANSFORMATIONS[context])
 
 

@@ -107,13 +107,19 @@ def by_hand(clip_norm=None, name="adamw"):
             )
         if clip_norm is not None:
             tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
-        state, losses = tx.init(params), []
-        for _ in range(STEPS):
-            loss, grads = jax.jit(jax.value_and_grad(loss_of))(params)
+
+        @jax.jit
+        def step(params, state):
+            loss, grads = jax.value_and_grad(loss_of)(params)
             updates, state = tx.update(grads, state, params)
-            params: Any = optax.apply_updates(params, updates)
+            return optax.apply_updates(params, updates), state, loss
+
+        state, losses = jax.jit(tx.init)(params), []
+        for _ in range(STEPS + 1):
+            last = params
+            params, state, loss = step(params, state)
             losses.append(float(loss))
-        return [*losses, float(loss_of(params))], jax.device_get(params)
+        return losses, jax.device_get(last)
 
 
 FORMS: dict[str, dict[str, Any]] = {
