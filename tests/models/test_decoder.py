@@ -1,6 +1,7 @@
 """Decoders: Hugging Face's results, packing, chunks, offload and configurations."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -56,8 +57,18 @@ def packed(weights=True):
     return {name: jnp.asarray(a) for name, a in batch.items()}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Their settings are those of other families: all heads, biases, a window, fused projections.
+SIMILAR = "llama2", "llama_biases", "phi3"
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SIMILAR])
 def test_matches_recorded_results_of_transformers(name):
+    decoders.check(config_of(name), decoders.load(name))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SIMILAR)
+def test_similar_families_match_transformers(name):
     decoders.check(config_of(name), decoders.load(name))
 
 
@@ -67,32 +78,30 @@ def test_packed_documents_are_independent(name, x64):
     run = nnx.jit(lambda decoder, tokens, **named: decoder(tokens, **named))
     named = {name: batch[name] for name in ("positions", "segment_ids")}
     together = run(decoder, batch["tokens"], **named)
-    for segment in (0, 2):
-        (at,) = np.nonzero(batch["segment_ids"][1] == segment)
-        alone = run(decoder, batch["tokens"][1:, at])
-        np.testing.assert_allclose(together[1, at], alone[0], rtol=0, atol=1e-12)
+    (at,) = np.nonzero(batch["segment_ids"][1] == 1)  # between others
+    assert len(at) >= 5
+    alone = run(decoder, batch["tokens"][1:, at])
+    np.testing.assert_allclose(together[1, at], alone[0], rtol=0, atol=1e-12)
 
 
 def test_loss_is_that_of_the_logits(x64):
+    """Labels that are not tokens make it NaN, unless their weight is 0."""
     decoder, batch = make_decoder(config_of("qwen2", dtype="float64")), packed()
-    logits = decoder(
-        batch["tokens"], positions=batch["positions"], segment_ids=batch["segment_ids"]
-    )
+
+    @nnx.jit
+    def run(decoder, weights):
+        named = {name: batch[name] for name in ("positions", "segment_ids")}
+        logits = decoder(batch["tokens"], **named)
+        return logits, *decoder.loss({**batch, "weights": weights})
+
+    logits, loss, weight = run(decoder, batch["weights"])
     labels = jnp.maximum(batch["labels"], 0)
     want = optax.softmax_cross_entropy_with_integer_labels(logits, labels) * batch["weights"]
-    loss, weight = decoder.loss(batch)
     np.testing.assert_allclose(loss, want.sum(), rtol=1e-12)
     assert weight == batch["weights"].sum()
+    assert jnp.isnan(run(decoder, jnp.ones_like(batch["weights"]))[1])
     counted = {**batch, "weights": batch["weights"] > 0}  # booleans count tokens
-    assert decoder.loss(counted)[1] == np.sum(batch["weights"] > 0)
-
-
-def test_labels_that_are_not_tokens():
-    """They make the loss NaN, unless their weight is 0."""
-    decoder = make_decoder(config_of("llama3"))
-    batch = {"tokens": jnp.asarray(INPUTS), "labels": jnp.asarray(LABELS).at[0, 0].set(-100)}
-    assert jnp.isnan(decoder.loss(batch)[0])
-    assert jnp.isfinite(decoder.loss({**batch, "weights": batch["labels"] != -100})[0])
+    assert nnx.jit(lambda decoder: decoder.loss(counted)[1])(decoder) == counted["weights"].sum()
 
 
 @vary("size", [6, 19, 100])
@@ -109,6 +118,7 @@ def test_chunks_of_the_mlp(size, x64):
     assert ("f64[2,19,24]" in str(program(arrays[1]))) == (size >= 19)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def dropped(rate, key, shape, name="mlp.down_proj"):
     """Return what the adapter of a linear layer gets of an array of ones."""
     ones, eye = jnp.ones(shape), jnp.eye(shape[-1])
@@ -151,17 +161,18 @@ def test_gradient_of_the_mlp(x64, activation, rate):
         h = f(gate) * up
         return h @ weight.T + bias + 0.5 * (mask * h) @ a.T @ b.T
 
-    got, want = (jax.vjp(f, *arrays)[1](dy) for f in (apply, formula))
-    assert_trees_close(got, want, 1e-12)
+    @jax.jit
+    def gradients(*arrays):
+        return [jax.vjp(f, *arrays)[1](dy) for f in (apply, formula)]
+
+    assert_trees_close(*gradients(*arrays), 1e-12)
 
 
 def test_narrow_embeddings_sum_their_gradient_in_float32():
     rng = np.random.default_rng(0)
-    weight = jnp.asarray(rng.normal(size=(7, 4)), "bfloat16")
     tokens, dy = jnp.asarray(rng.integers(0, 3, (1, 300))), jnp.ones((1, 300, 4), "bfloat16")
-    y, pull_back = jax.vjp(lambda weight: decoder._take_rows(weight, tokens), weight)
-    np.testing.assert_array_equal(y, weight[tokens])
-    (dweight,) = pull_back(dy)
+    weight = jnp.zeros((7, 4), "bfloat16")
+    (dweight,) = jax.jit(jax.vjp(lambda weight: decoder._take_rows(weight, tokens), weight)[1])(dy)
     counts = np.bincount(tokens[0], minlength=7)
     assert counts.max() > 2**8 / 3  # a sum in bfloat16 would round
     np.testing.assert_array_equal(dweight[:, 0], jnp.asarray(counts, "bfloat16"))
@@ -186,20 +197,23 @@ def test_dtypes():
     """Parameters and computation have separate dtypes; logits and losses are float32."""
     config = config_of("llama3")
     decoder = make_decoder(config, dtype="bfloat16")
-    want, got = make_decoder(config)(INPUTS), decoder(INPUTS)
-    assert got.dtype == decoder.loss({"tokens": INPUTS, "labels": LABELS})[0].dtype == jnp.float32
-    assert_trees_close(got, want, 0.05)
+    run = nnx.jit(lambda decoder: decoder(INPUTS))
+    got = run(decoder)
+    loss = nnx.eval_shape(lambda d: d.loss({"tokens": INPUTS, "labels": LABELS})[0], decoder)
+    assert got.dtype == loss.dtype == jnp.float32
+    assert_trees_close(got, run(make_decoder(config)), 0.05)
     program = str(jax.make_jaxpr(lambda tokens: decoder(tokens))(jnp.asarray(INPUTS)))
     dots = [line for line in program.splitlines() if "dot_general" in line]
     assert dots and not any("preferred_element_type=float32] f" in line for line in dots)
-    half = Decoder(dataclasses.replace(config, dtype="bfloat16"), rngs=nnx.Rngs(0))
-    assert {str(a.dtype) for a in jax.tree.leaves(nnx.state(half))} == {"bfloat16"}
+    half = dataclasses.replace(config, dtype="bfloat16")
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(half, rngs=nnx.Rngs(0))))
+    assert {str(a.dtype) for a in jax.tree.leaves(state)} == {"bfloat16"}
 
 
 def test_initial_parameters():
     config = config_of("llama_biases", num_hidden_layers=64)
     config = dataclasses.replace(config, other_settings='{"initializer_range": 0.1}')
-    layers, others = init_decoder(config, jax.random.key(0))
+    layers, others = jax.jit(init_decoder, static_argnums=0)(config, jax.random.key(0))
     for tree, shapes in zip((layers, others), decoder_shapes(config), strict=True):
         assert jax.tree.map(jax.typeof, tree) == jax.tree.map(
             lambda s: jax.typeof(jnp.zeros(s.shape, s.dtype)), shapes
@@ -359,8 +373,8 @@ def test_published_configurations():
 def test_configurations_survive_writing(settings, tmp_path):
     config = DecoderConfig.from_json(settings)
     written = config.to_json()
+    (tmp_path / "config.json").write_text(json.dumps(written))
     for place in (tmp_path, tmp_path / "config.json"):
-        (tmp_path / "config.json").write_text(json.dumps(written))
         assert DecoderConfig.from_json(place) == config
     assert written["torch_dtype"] == config.dtype
     kept = {n: v for n, v in settings.items() if n in written and n != "rope_scaling"}
@@ -408,18 +422,15 @@ def test_lengths_select_the_factors_of_long_rows():
     for length, factors in ((20, [1.0, 1.5, 2.0]), (21, [1.0, 3.0, 8.0])):
         want = 10000.0 ** -(np.arange(3) / 3) / factors
         fixed = decoder.with_length(config, length)
-        for got in (
-            decoder._rotary_frequencies(config, length),
-            decoder._rotary_frequencies(fixed, 1),
-        ):
-            np.testing.assert_allclose(got, [want], 1e-14)
+        for known, now in ((config, length), (fixed, 1)):
+            np.testing.assert_allclose(decoder._rotary_frequencies(known, now), [want], 1e-14)
 
 
 def test_a_null_range_is_the_default():
-    config = DecoderConfig.from_json(CONFIGS["llama2"])
     null = DecoderConfig.from_json(CONFIGS["llama2"] | {"initializer_range": None})
-    key = jax.random.key(0)
-    assert_trees_close(init_decoder(null, key), init_decoder(config, key), 0)
+    initialize = jax.jit(lambda key: init_decoder(null, key)[0]["mlp.up_proj.weight"])
+    weight = initialize(jax.random.key(0))
+    np.testing.assert_allclose(weight.std(), 0.02, rtol=0.1)
 
 
 def test_settings_are_json():
@@ -496,30 +507,18 @@ def test_llama3_scaling():
             {"num_hidden_layers": 10**9},
             r"`num_hidden_layers` \(=1000000000\) .* at most",
         ),
-        ("granite", {"logits_scaling": 0}, r"`logits_scaling` \(=0"),
-        ("llama2", {"rope_parameters": {"rope_type": "yarn"}}, "`rope_type` .='yarn'"),
-        ("llama2", {"rope_scaling": {"rope_type": "llama3"}}, "lacks `factor`"),
-        ("llama2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("llama2", {"rope_parameters": {"full_attention": {}}}, "one for each type of layer"),
         ("qwen2", {"use_sliding_window": True}, r"`use_sliding_window` \(=True\)"),
-        ("qwen3", {"layer_types": ["sliding_attention"]}, "`layer_types`"),
         # Any content of a file is a ValueError.
         ("llama2", {"model_type": ["llama"]}, "`model_type`"),
         ("llama2", {"num_key_value_heads": 0}, r"`num_key_value_heads` \(=0\) .* at least 1"),
-        ("llama2", {"num_key_value_heads": "4"}, "`num_key_value_heads` must be an integer"),
-        ("llama2", {"head_dim": "4"}, "`head_dim` must be an integer"),
         ("llama2", {"vocab_size": 1.5}, "`vocab_size` must be an integer"),
         ("llama2", {"rms_norm_eps": "1e-6"}, "`rms_norm_eps` must be a number"),
         ("llama2", {"rms_norm_eps": 10**400}, "invalid"),
         ("llama2", {"tie_word_embeddings": "false"}, "`tie_word_embeddings` must be a bool"),
-        ("llama2", {"mlp_bias": 1}, "`mlp_bias` must be a bool"),
         ("llama2", {"torch_dtype": "int8"}, r"`dtype` \(='int8'\) must be a floating-point dtype"),
-        ("llama2", {"initializer_range": "0.02"}, "`initializer_range` must be a number"),
-        ("llama2", {"num_attention_heads": 3}, r"`num_attention_heads` \(=3\) must divide"),
-        ("llama2", {"rope_theta": "1e4"}, "`rope_theta` must be a number"),
         ("llama2", {"rope_theta": float("nan")}, r"`rope_theta` \(=nan\) must be positive"),
         ("llama2", {"rope_scaling": "linear"}, "`rope_scaling` .* must be an object"),
-        ("llama2", {"rope_parameters": [1]}, "`rope_parameters` .* must be an object"),
         ("llama3", {"rope_scaling": decoders.LLAMA3_ROPE | {"factor": "8"}}, "`factor` must be a"),
         ("llama3", {"rope_scaling": decoders.LLAMA3_ROPE | {"low_freq_factor": 4}}, "larger than"),
         ("llama2", {"layer_types": 3}, "invalid"),
@@ -536,11 +535,10 @@ def test_unsupported_configurations_are_refused(name, changes, match):
     ("content", "match"),
     [
         (b"[]", "not an object"),
-        (b"{", "not a config.json"),
         (b'{"a": ' * 100_000, "not a config.json"),
         (b'{"model_type": "\xff"}', "not a config.json"),
     ],
-    ids=["list", "cut", "deep", "latin"],
+    ids=["list", "deep", "latin"],
 )
 def test_damaged_files_are_refused(content, match, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
@@ -563,9 +561,6 @@ def test_files_are_utf_8(encoding, tmp_path):
     ("name", "changes", "match"),
     [
         ("qwen2", {"sliding_window": 128}, r"`sliding_window` \(=128\) .* qwen2"),
-        ("qwen3", {"mlp_bias": True}, r"`mlp_bias` \(=True\) .* qwen3"),
-        ("mistral", {"attention_bias": True}, "`attention_bias` .* mistral"),
-        ("llama2", {"final_logit_softcapping": 30.0}, "`final_logit_softcapping` .* llama"),
         ("olmo2", {"residual_multiplier": 0.5}, "`residual_multiplier` .* olmo2"),
         ("qwen2", {"attention_bias": True}, "`attention_bias` .* qwen2"),
     ],
