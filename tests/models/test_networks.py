@@ -14,6 +14,7 @@ from effjax import models
 from effjax.models import linen as linen_models
 from tests.contexts import assert_trees_close
 from tests.models.flavors import Linen, Nnx, draw
+from tests.tiers import vary
 
 OPTIONS: dict[str, Any] = {
     "DenseNet": dict(block_config=(2, 1), growth_rate=2, num_init_features=4, num_classes=3),
@@ -75,25 +76,18 @@ def test_every_norm_is_synchronized(name):
         assert norm.axis_name == "data" and norm.axis_index_groups == 4
 
 
-@networks
+@vary("name", ["ResNet", "DenseNet"])
 def test_linen_variables(name):
     """They are the same in every form, and initialization does not change running statistics."""
     shapes = jax.eval_shape(make_linen(name, efficient=False).init, jax.random.key(0), X)
     model = make_linen(name, axis_name="absent")  # initialization needs no axis
-    train_init = functools.partial(model.init, train=True)
-    assert jax.eval_shape(train_init, jax.random.PRNGKey(0), X) == shapes
-    variables = jax.jit(train_init)(jax.random.key(0), X)
+    variables = jax.jit(functools.partial(model.init, train=True))(jax.random.PRNGKey(0), X)
+    assert jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, shapes)
     for path, value in jax.tree_util.tree_leaves_with_path(variables["batch_stats"]):
         np.testing.assert_array_equal(value, float(path[-1].key == "var"))
     restored = serialization.msgpack_restore(serialization.to_bytes(variables))
     assert jax.eval_shape(make_linen(name).apply, restored, X).shape == (4, 3)
-
-
-@networks
-def test_linen_training_needs_mutable_statistics(name):
-    model = make_linen(name)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), X)
-    train = functools.partial(model.apply, train=True)
+    train = functools.partial(make_linen(name).apply, train=True)
     _, new = jax.eval_shape(functools.partial(train, mutable=["batch_stats"]), shapes, X)
     assert new == {"batch_stats": shapes["batch_stats"]}
     with pytest.raises(errors.ModifyScopeVariableError, match="batch_stats"):

@@ -67,8 +67,17 @@ def reference(params, features, extra_levels=None, extra=None, extra_from="input
     return tuple(outputs)
 
 
-@vary("extra", EXTRAS)
-@pytest.mark.parametrize("flavor", FLAVORS)
+@vary(
+    ("flavor", "extra"),
+    [
+        ("linen", "output, relu"),
+        ("nnx", "output, relu"),
+        ("nnx", "input"),
+        ("nnx", "pool"),
+        ("linen", "pools"),
+        ("nnx", "none"),
+    ],
+)
 def test_matches_definition(flavor, extra):
     options, x = EXTRAS[extra], levels()
     model = FLAVORS[flavor](**options, out_channels=2)

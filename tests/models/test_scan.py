@@ -1,3 +1,5 @@
+"""`scan_layers` against a Python loop over the layers."""
+
 import functools
 
 import jax
@@ -7,6 +9,7 @@ import pytest
 
 from effjax.memory import residual_bytes
 from effjax.models import scan_layers
+from tests.tiers import vary
 
 KEY = jax.random.key(7)
 RNG = np.random.default_rng(0)
@@ -31,7 +34,7 @@ def python_loop(layer, params, x, key):
     return x
 
 
-@pytest.mark.parametrize("key", [None, KEY])
+@vary("key", [KEY, None])
 def test_matches_a_loop_over_layers(key):
     def run(apply_layers):
         def loss(params):
