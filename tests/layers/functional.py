@@ -24,7 +24,7 @@ def from_nnx(layer):
 
 def from_linen(layer, *args):
     """Return ``params`` and ``apply(params, *args)`` of a linen layer, initialized with `args`."""
-    params = layer.init(jax.random.key(0), *args).get("params", {})
+    params = jax.jit(layer.init)(jax.random.key(0), *args).get("params", {})
     return types.SimpleNamespace(
         params=params, apply=lambda params, *args: layer.apply({"params": params}, *args)
     )

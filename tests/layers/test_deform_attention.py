@@ -30,14 +30,14 @@ def inputs(boxes=False, dtype=np.float32):
 def perturbed(module):
     """Make every parameter nonzero."""
     rng = np.random.default_rng(1)
-    more = lambda a: a + 0.1 * rng.normal(size=a.shape).astype(a.dtype)  # noqa: E731
+    more = lambda a: a + np.asarray(0.1 * rng.normal(size=a.shape), a.dtype)  # noqa: E731
     nnx.update(module, jax.tree.map(more, nnx.state(module, nnx.Param)))
     return module
 
 
 @functools.cache
 def attention():
-    return perturbed(effjax.nnx.MSDeformAttn(**SIZES, rngs=nnx.Rngs(0)))
+    return perturbed(nnx.jit(lambda: effjax.nnx.MSDeformAttn(**SIZES, rngs=nnx.Rngs(0)))())
 
 
 def by_formula(module, query, reference, value, shapes, padding):
@@ -62,8 +62,8 @@ def by_formula(module, query, reference, value, shapes, padding):
 def test_attention(boxes):
     args = inputs(boxes)
     module = attention()
-    y = nnx.jit(lambda module: module(*args))(module)
-    assert_trees_close(y, by_formula(module, *args), 1e-5)
+    y, want = nnx.jit(lambda module: (module(*args), by_formula(module, *args)))(module)
+    assert_trees_close(y, want, 1e-5)
     layer = effjax.linen.MSDeformAttn(**SIZES)
     shapes = jax.eval_shape(lambda *a: layer.init(jax.random.key(0), *a, SHAPES), *args[:3])
     variables = convert.from_torch(convert.to_torch(module), shapes)
@@ -89,25 +89,27 @@ def test_attention_initialization():
 
 def test_attention_gradients_in_bfloat16():
     *args, padding = inputs(dtype=jnp.float32)
-    module = perturbed(effjax.nnx.MSDeformAttn(**SIZES, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    make = functools.partial(effjax.nnx.MSDeformAttn, **SIZES, dtype=jnp.bfloat16)
+    module = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    nnx.update(module, nnx.state(attention(), nnx.Param))
 
     @nnx.jit
     def gradients(module):
-        return nnx.grad(lambda m: jnp.sum(m(*args[:3], SHAPES, padding).astype(jnp.float32) ** 2))(
-            module
-        )
+        def loss(module):
+            y = module(*args[:3], SHAPES, padding)
+            assert y.dtype == jnp.bfloat16
+            return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    y = jax.eval_shape(lambda *a: module(*a, SHAPES), *args[:3])
-    assert y.dtype == jnp.bfloat16
+        return nnx.grad(loss)(module)
+
     leaves = jax.tree.leaves(gradients(module))
     assert len(leaves) == 8 and all(a.dtype == jnp.float32 and np.any(a) for a in leaves)
 
 
 def test_padding_is_ignored():
     query, reference, value, shapes, padding = inputs()
-    module = attention()
+    run = jax.jit(lambda value: attention()(query, reference, value, shapes, padding))
     bad = jnp.where(padding[..., None], jnp.nan, value)
-    run = jax.jit(lambda value: module(query, reference, value, shapes, padding))
     assert_trees_close(run(bad), run(value), 0)
 
 
@@ -130,17 +132,20 @@ def test_dcnv3():
         center_feature_scale=True, remove_center=True,
     )  # fmt: skip
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 5, 8)), jnp.float32)
-    module = perturbed(effjax.nnx.DCNv3(8, **options, rngs=nnx.Rngs(0)))
-    y = nnx.jit(lambda module, x: module(x))(module, x)
-    assert y.shape == x.shape
+    module = perturbed(nnx.jit(lambda: effjax.nnx.DCNv3(8, **options, rngs=nnx.Rngs(0)))())
+
+    def loss(module):
+        y = module(x)
+        return jnp.sum(y**2), y
+
+    gradients, y = nnx.jit(nnx.grad(loss, has_aux=True))(module)
+    assert y.shape == x.shape and all(np.any(a) for a in jax.tree.leaves(gradients))
     layer = effjax.linen.DCNv3(8, **options)
     shapes = jax.eval_shape(lambda x: layer.init(jax.random.key(0), x), x)
     named = convert.to_torch(module, convert.DCNV3)
     assert {"dw_conv.0.weight", "dw_conv.1.1.weight", "mask.weight"} <= set(named)
     variables = convert.from_torch(named, shapes, convert.DCNV3)
     assert_trees_close(jax.jit(layer.apply)(variables, x), y, 1e-5)
-    gradients = nnx.jit(nnx.grad(lambda m: jnp.sum(m(x) ** 2)))(module)
-    assert all(np.any(a) for a in jax.tree.leaves(gradients))
 
 
 @pytest.mark.exhaustive
@@ -156,10 +161,15 @@ def test_dcnv3_starts_as_a_mean():
 @pytest.mark.parametrize("name", ["MSDeformAttn", "DCNv3"])
 def test_rejects_a_wrong_precision(name):
     """Both flavors name it, nnx where it is passed."""
+
+    def make(precision):
+        options = dict(features=16, precision=precision)
+        return nnx.eval_shape(lambda: getattr(effjax.nnx, name)(**options, rngs=nnx.Rngs(0)))
+
     for precision in ("highest", jax.lax.Precision.HIGH, ("high", None), "F32_F32_F32"):
-        getattr(effjax.nnx, name)(features=16, precision=precision, rngs=nnx.Rngs(0))
+        make(precision)
     with pytest.raises(ValueError, match=r"`precision` \(='hihg'\) must be None"):
-        getattr(effjax.nnx, name)(features=12, precision="hihg", rngs=nnx.Rngs(0))
+        make("hihg")
     args = inputs()[:4] if name == "MSDeformAttn" else [jnp.ones((1, 5, 5, 12))]
     module = getattr(effjax.linen, name)(features=12, precision="hihg")
     with pytest.raises(ValueError, match=r"`precision` \(='hihg'\) must be None"):
