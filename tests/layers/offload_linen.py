@@ -46,12 +46,6 @@ def mlp(dtype=jnp.float32):
     return [Block(dtype) for _ in range(2)]
 
 
-def twice():
-    """Return layers with one layer in two places."""
-    dense = nn.Dense(6)
-    return [dense, nn.tanh, Block(), dense]
-
-
 class Flatten(nn.Module):
     def __call__(self, x):
         return x.reshape(x.shape[0], -1)
@@ -74,7 +68,7 @@ def cnn(norm=nn.BatchNorm, momentum: Any = 0.9):
 def variables_of(make):
     """Return the variables of the unwrapped model."""
     module = nn.Sequential(make())
-    x = X if make in (mlp, bfloat16, twice) else IMAGES
+    x = X if make in (mlp, bfloat16) else IMAGES
     return jax.jit(module.init, compiler_options=FAST)({"params": KEY, "dropout": KEY}, x)
 
 

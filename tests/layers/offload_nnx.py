@@ -100,13 +100,6 @@ def cnn(norm=nnx.BatchNorm, momentum: Any = 0.9):
 
 
 @cached_modules
-def twice():
-    """Return layers with one layer in two places."""
-    dense = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
-    return nnx.List([dense, nnx.tanh, Block(nnx.Rngs(1)), dense])
-
-
-@cached_modules
 def normed():
     return nnx.List([Normed(nnx.Rngs(i)) for i in range(4)])
 

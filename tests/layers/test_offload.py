@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,24 +60,15 @@ def test_effjax_batch_norm_matches_unwrapped(flavour):
 
 
 @nnx_first
-def test_gradients_of_repeated_layer_are_summed(flavour):
-    got = flavour.run(flavour.offloaded(flavour.twice, num_slices=2), X)
-    want = flavour.run(flavour.plain(flavour.twice), X)
-    chex.assert_trees_all_close(got[:3], want[:3], rtol=1e-5, atol=1e-6)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    assert kinds(got[1]) == {"pinned_host"}
-
-
-@nnx_first
 def test_microbatches_have_their_own_dropout_keys(flavour):
-    model = flavour.offloaded(flavour.mlp, num_slices=2, num_microbatches=3)
+    model = flavour.offloaded(flavour.mlp, num_slices=2, num_microbatches=2)
     got = flavour.run(model, X)
-    assert_same(got[:3], flavour.microbatched(3))
+    assert_same(got[:3], flavour.microbatched(2))
     assert_same(got[3], flavour.unwrapped(flavour.mlp)[3])  # each stream advances once
 
 
-@linen_first
-@vary("norm", ["effjax_norm", "cnn"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("norm", ["effjax_norm", "cnn"])
 def test_running_statistics_average_microbatches(flavour, norm):
     make = getattr(flavour, norm)
     results = flavour.run(flavour.offloaded(make, num_microbatches=4), IMAGES)
@@ -129,11 +119,7 @@ def test_rejects_invalid_call(flavour, error, match, options, flags):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("num_slices", 0),
-        ("num_microbatches", 2.0),
-        ("compute_dtype", "int8"),
-    ],
+    [("num_slices", 0), ("num_microbatches", 2.0), ("compute_dtype", "int8")],
 )
 def test_constructor_rejects_option(flavour, name, value):
     options = {"layers": [jnp.tanh], name: value}

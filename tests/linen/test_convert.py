@@ -60,9 +60,9 @@ def close(a, b):
 def test_matches_unconverted_model():
     model = Model()
     converted = convert_batch_norm(model)
-    variables = model.init(KEY, X)
-    close(converted.init(KEY, X), variables)  # of the same structure
-    close(run(converted, variables), run(model, variables))
+    variables, same = jax.jit(lambda: (model.init(KEY, X), converted.init(KEY, X)))()
+    close(same, variables)  # of the same structure
+    close(*jax.jit(lambda v: (run(converted, v), run(model, v)))(variables))
 
 
 def collectives(mesh, model, variables, method=None):
@@ -77,7 +77,7 @@ def collectives(mesh, model, variables, method=None):
 
 
 def test_replaces_flax_layers_only(mesh8):
-    variables, model = Model().init(KEY, X), convert_batch_norm(Model(), "data")
+    variables, model = jax.jit(Model().init)(KEY, X), convert_batch_norm(Model(), "data")
     # One for each layer, but not for BatchNormAct.
     assert collectives(mesh8, model, variables) == ["data"] * 3
 

@@ -109,12 +109,13 @@ def test_under_vmap_and_scan():
         return BatchNorm(5, rngs=rngs)
 
     layers = create(nnx.Rngs(0).split(2))
-    y = nnx.vmap(lambda layer, x: layer(x))(layers, np.stack([X, 2 * X]))
+    y = nnx.jit(nnx.vmap(lambda layer, x: layer(x)))(layers, np.stack([X, 2 * X]))
     np.testing.assert_allclose(y[0], y[1], atol=1e-5)
     np.testing.assert_allclose(layers.mean[1], 2 * layers.mean[0], rtol=1e-5)
 
     layers = create(nnx.Rngs(0).split(2))
-    y = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, layers)
+    scan = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    y = nnx.jit(scan)(X, layers)
     np.testing.assert_allclose(layers.mean[0], 0.01 * X.mean((0, 1)), rtol=1e-4)
     np.testing.assert_allclose(layers.mean[1], 0, atol=1e-6)
     np.testing.assert_allclose(y, make()(X), atol=1e-4)

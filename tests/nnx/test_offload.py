@@ -36,6 +36,7 @@ from tests.tiers import vary
 
 
 def test_train_and_eval():
+    """The modes of `eval`, of `nnx.view` and of the arguments of a call, also without jit."""
     model, plain = OffloadModel(cnn()).to_host(), nnx.Sequential(*cnn())
     model.eval()
     plain.eval()
@@ -43,15 +44,20 @@ def test_train_and_eval():
     run = jax.jit(lambda x: model(x))  # no Variable changes, so the model may be closed over
     want = run(IMAGES)
     np.testing.assert_array_equal(jax.jit(lambda x: plain(x))(IMAGES), want)
-    np.testing.assert_allclose(model(IMAGES), want, atol=1e-6)  # without jit
+    np.testing.assert_allclose(model(IMAGES), want, atol=1e-6)
     model.train()
-    viewed = nnx.view(model, deterministic=True, use_running_average=True)
-    np.testing.assert_allclose(nnx.jit(lambda m, x: m(x))(viewed, IMAGES), want, atol=1e-6)
     flags = dict(use_running_average=True, deterministic=True)
+    viewed = nnx.view(model, **flags)
     flat = OffloadModel([*cnn()[:2], nnx.relu, nnx.Dropout(0.5, rngs=nnx.Rngs(3))]).to_host()
-    y = nnx.jit(lambda m, x: m(x, **flags))(flat, IMAGES)
-    want = nnx.relu(plain.layers[1](plain.layers[0](IMAGES)))
-    np.testing.assert_allclose(y, want, atol=1e-6)
+
+    @nnx.jit
+    def run(viewed, flat, plain):
+        by_layers = nnx.relu(plain.layers[1](plain.layers[0](IMAGES)))
+        return viewed(IMAGES), flat(IMAGES, **flags), by_layers
+
+    by_view, by_flags, by_layers = run(viewed, flat, plain)
+    np.testing.assert_allclose(by_view, want, atol=1e-6)
+    np.testing.assert_allclose(by_flags, by_layers, atol=1e-6)
     assert_same(others_of(model), before)
 
 
@@ -244,7 +250,7 @@ def test_stack_with_sharing_within_a_layer_outside_jit():
     stacked = nnx.merge(nnx.graphdef(layers[0]), jax.tree.map(lambda *a: jnp.stack(a), *states))
     grad = nnx.grad(lambda model: jnp.sin(model(X)).sum())
     got = nnx.to_pure_dict(grad(OffloadModel(stacked).to_host()))["layers"]
-    want = nnx.to_pure_dict(grad(nnx.Sequential(*layers)))["layers"]
+    want = nnx.to_pure_dict(nnx.jit(grad)(nnx.Sequential(*layers)))["layers"]
     want = jax.tree.map(lambda *a: jnp.stack(a), *(want[i] for i in range(3)))
     chex.assert_trees_all_close(effjax.to_device(got), want, rtol=1e-5, atol=1e-6)
 
@@ -267,7 +273,7 @@ def test_functional_api_over_mesh(mesh8):
     assert kinds(got) == {"pinned_host"}
     plain = nnx.Sequential(*mlp())
     plain.eval()
-    want = nnx.grad(lambda m: jnp.sin(m(X[:8])).sum())(plain)
+    want = nnx.jit(nnx.grad(lambda m: jnp.sin(m(X[:8])).sum()))(plain)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
     nnx.update(model, effjax.to_device(params))
