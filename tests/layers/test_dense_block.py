@@ -146,7 +146,7 @@ def test_checkpoint_around_the_block():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("flavor", FLAVORS)
+@vary("flavor", FLAVORS)
 def test_evaluation_uses_running_stats(flavor):
     """It needs no axis and no dropout key, and changes no statistics."""
     params, stats = values()

@@ -1,4 +1,4 @@
-"""Host memory of OffloadModel and of its operator, as planned by `effjax.memory.plan`."""
+"""Host memory of OffloadModel, as planned by `effjax.memory.plan`."""
 
 import dataclasses
 import functools
@@ -36,19 +36,12 @@ def of_nnx(x):
     return params, lambda params, x: nnx.merge(graphdef, params)(x)
 
 
-def of_operator(x):
-    one = {"w": jnp.zeros((WIDTH, WIDTH)), "b": jnp.zeros(WIDTH)}
-    layer = lambda w, x, key: x @ w["w"] + w["b"]  # noqa: E731
-    return [one] * LAYERS, lambda w, x: effjax.offload_sequential([layer] * LAYERS, list(w), x)
-
-
 @functools.cache
-def planned(flavour, overwrites, num_devices=1):
+def planned(flavour, overwrites):
     """Plan a gradient, or a step that overwrites the parameters."""
-    mesh = AbstractMesh((num_devices,), ("data",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, P("data"))
+    mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
     host = NamedSharding(mesh, P(), memory_kind="pinned_host")
-    x = jax.ShapeDtypeStruct((num_devices * BATCH, WIDTH), jnp.float32, sharding=rows)
+    x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P()))
     params, apply = flavour(x)
     params: Any = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host), params
@@ -66,7 +59,7 @@ def planned(flavour, overwrites, num_devices=1):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("flavour", [of_operator, of_linen, of_nnx], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("flavour", [of_linen, of_nnx], ids=lambda f: f.__name__)
 def test_host_memory_of_gradients(flavour):
     """The host holds parameters, gradients, and inputs of the layers.
 
@@ -82,17 +75,9 @@ def test_host_memory_of_gradients(flavour):
         assert limited.fits == (limit == 0)
 
 
-@vary("flavour", [of_nnx, of_linen, of_operator], ids=lambda f: f.__name__)
+@vary("flavour", [of_nnx, of_linen], ids=lambda f: f.__name__)
 def test_host_memory_of_step_that_overwrites_parameters(flavour):
     memory = planned(flavour, overwrites=True)
     assert memory.host.arguments == memory.host.outputs == memory.host.aliased == PARAMS
     assert memory.peak_host_bytes == PARAMS + memory.host.temporaries
     assert memory.host.temporaries <= PARAMS + INPUTS
-
-
-@pytest.mark.exhaustive
-def test_host_memory_of_replicated_parameters():
-    """Each device has its own copy of the parameters."""
-    memory = planned(of_linen, overwrites=False, num_devices=2)
-    assert memory.host.arguments == memory.host.outputs == PARAMS
-    assert memory.peak_host_bytes == 2 * memory.host.total >= 4 * PARAMS

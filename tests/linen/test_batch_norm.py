@@ -111,21 +111,3 @@ def test_apply_without_running_stats_creates_them():
     _, want = train(module, variables, X)
     _, new = train(module, {"params": variables["params"]}, X)
     chex.assert_trees_all_equal(new, want)
-
-
-def test_a_bound_module_normalizes_a_single_example():
-    """Flax's own test_bind_stateful, with effjax's layer."""
-
-    class Network(nn.Module):
-        def setup(self):
-            self.first, self.norm, self.last = nn.Dense(3), BatchNorm(), nn.Dense(1)
-
-    def run(network, x):
-        return network.last(network.norm(network.first(x), use_running_average=False))
-
-    network, x = Network(), jnp.ones(4)
-    y, variables = nn.init_with_output(run, network)(jax.random.key(0), x)
-    bound = network.bind(variables, mutable="batch_stats")
-    again, new = nn.apply(run, network, mutable="batch_stats")(variables, x)
-    assert y == run(bound, x) == again
-    chex.assert_trees_all_equal(bound.variables["batch_stats"], new["batch_stats"])

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import errors, nnx
+from flax import nnx
 
 from effjax import models
 from effjax.memory import residual_bytes
 from effjax.models import linen as linen_models
 from effjax.models.densenet import DenseNetConfig, block_widths
-from effjax.nnx import convert_batch_norm
 from tests.contexts import assert_trees_close
 from tests.models.flavors import Linen, Nnx, draw, train_step
 from tests.tiers import vary
@@ -201,32 +200,6 @@ def test_frozen_norms_stay_frozen():
 
 
 @pytest.mark.exhaustive
-def test_converted_model_synchronizes(mesh8, x64):
-    """After `convert_batch_norm`, eight devices compute what one device computes."""
-    model = make(efficient=True, param_dtype=jnp.float64)
-    x = X.astype(np.float64)
-    labels = jnp.arange(16) % 3
-    graphdef, params, stats = nnx.split(model, nnx.Param, ...)
-    sync = nnx.graphdef(convert_batch_norm(model, "data"))
-
-    def step(graphdef, reduce, params, stats, x, labels):
-        def loss(params):
-            copy = nnx.merge(graphdef, params, stats, copy=True)
-            picked = jax.nn.log_softmax(copy(x))[jnp.arange(len(x)), labels]
-            return reduce(-picked.mean()), nnx.state(copy, nnx.BatchStat)
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    want = jax.jit(functools.partial(step, graphdef, lambda v: v))(params, stats, x, labels)
-    mapped = jax.shard_map(
-        functools.partial(step, sync, lambda v: jax.lax.pmean(v, "data")), mesh=mesh8,
-        in_specs=(jax.P(), jax.P(), jax.P("data"), jax.P("data")), out_specs=jax.P(),
-    )  # fmt: skip
-    got = jax.jit(mapped)(params, stats, x, labels)
-    chex.assert_trees_all_close(got, want, rtol=0, atol=1e-10)
-
-
-@pytest.mark.exhaustive
 def test_memory_is_linear_in_depth():
     """Twice the layers keep about twice the bytes, and far fewer than plain autodiff's square."""
 
@@ -249,19 +222,6 @@ def test_memory_is_linear_in_depth():
         small, large = (kept_bytes(layers, save=save) for layers in (4, 8))
         assert large / small < 2.1
         assert large < share * plain
-
-
-def test_linen_apply():
-    shapes = jax.eval_shape(linen_models.DenseNet(**SMALL).init, jax.random.key(0), X)
-    assert set(shapes["params"]) == {
-        "stem_conv", "blocks_0", "transitions_0", "blocks_1", "final_norm", "classifier"
-    }  # fmt: skip
-    train = dict(train=True, mutable=["batch_stats"])
-    apply = functools.partial(linen_models.DenseNet(**SMALL, dtype=jnp.bfloat16).apply, **train)
-    assert jax.eval_shape(apply, shapes, X)[0].dtype == jnp.float32
-    apply = functools.partial(linen_models.DenseNet(**SMALL, drop_rate=0.5).apply, **train)
-    with pytest.raises(errors.InvalidRngError, match="dropout"):
-        jax.eval_shape(apply, shapes, X)
 
 
 def test_rejects_bad_options():

@@ -127,22 +127,6 @@ def test_linen_network_in_a_module():
     assert jax.eval_shape(jax.grad(loss), shapes, X) == shapes
 
 
-ROWS = {"DenseNet": ("transitions/0", "blocks/1/layers/0/norm2"), "ResNet": ("stages/1/0",)}
-
-
-@pytest.mark.exhaustive
-@networks
-def test_tabulate(name):
-    options: Any = dict(console_kwargs={"width": 300, "force_terminal": False})
-    model = getattr(models, name)(**OPTIONS[name], rngs=nnx.Rngs(0))
-    assert "float32[2,3]" in nnx.tabulate(model, X[:2], **options)
-    model.eval()
-    table = nnx.tabulate(model, X[:2], **options)
-    assert all(f" {row} " in table for row in ROWS[name])
-    table = make_linen(name).tabulate(jax.random.key(0), X, compute_flops=True, **options)
-    assert "float32[4,3]" in table  # one row: the submodules are no linen modules
-
-
 @networks
 def test_rejects_bad_images(name):
     model = make_nnx(name)

@@ -102,7 +102,7 @@ def test_extra_levels_of_torchvision(extra, count):
 
 def test_levels_of_the_same_size():
     """A backbone with a dilated last stage returns such levels."""
-    model = models.FeaturePyramid((2, 2), 2, rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: models.FeaturePyramid((2, 2), 2, rngs=nnx.Rngs(0)))
     x = [jnp.ones((1, 4, 3, 2))] * 2
     assert [p.shape for p in nnx.eval_shape(lambda m: m(x), model)] == [(1, 4, 3, 2)] * 2
 

@@ -127,7 +127,9 @@ def test_frozen_stages_are_constants():
 @vary("context", ["shard_map_of_grad", "vmap_of_grad", "jit_explicit"])
 def test_statistics_over_devices(context):
     """Eight devices compute what one computes on the whole batch, with a deformable stage."""
-    options = OPTIONS | dict(stage_sizes=(1,), stage_with_dcn=(True,), small_inputs=True)
+    options = OPTIONS | dict(
+        stage_sizes=(1,), stage_with_dcn=(True,), small_inputs=True, bottleneck=False
+    )
     rng = np.random.default_rng(3)
     batch = {"x": rng.normal(size=(16, 5, 4, 3)), "w": rng.normal(size=(16, 3))}
     batch["mask"] = np.arange(16) % 5 > 0

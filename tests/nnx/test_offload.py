@@ -7,7 +7,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -200,11 +199,6 @@ class Attend(nnx.Module):
         return self.embed.attend(x)
 
 
-def shared_layer():
-    linear = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
-    return [linear, Part(linear, 1), Part(linear, 2)], X
-
-
 def shared_kernel():
     layers = [nnx.Linear(6, 6, rngs=nnx.Rngs(i)) for i in range(2)]
     layers[1].kernel = layers[0].kernel
@@ -220,8 +214,7 @@ def shared_embedding():
     ("make", "options"),
     [
         (shared_embedding, {"num_slices": 2, "num_microbatches": 2}),
-        (shared_layer, {}),
-        (shared_kernel, {"num_slices": 2, "num_microbatches": 2}),
+        (shared_kernel, {}),
     ],
 )
 def test_layers_that_share_parameters(make, options):
@@ -279,37 +272,6 @@ def test_functional_api_over_mesh(mesh8):
     nnx.update(model, effjax.to_device(params))
     model.to_host()  # stays on all devices
     assert {a.sharding for a in jax.tree.leaves(nnx.state(model, nnx.Param))} == {sharding}
-
-
-@pytest.mark.exhaustive
-def test_nnx_optimizer_on_the_device():
-    """The optimizer is created before to_host and applied on the device, as documented."""
-
-    def trained(wrap):
-        model: Any = wrap([nnx.Linear(6, 6, rngs=nnx.Rngs(i)) for i in range(2)])
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        offloaded = wrap is OffloadModel
-        if offloaded:
-            model.to_host()
-
-        @nnx.jit
-        def step(model, optimizer, x):
-            loss, grads = nnx.value_and_grad(lambda model: jnp.sin(model(x)).mean())(model)
-            if offloaded:
-                nnx.update(model, effjax.to_device(nnx.state(model, nnx.Param)))
-                grads = effjax.to_device(grads)
-            optimizer.update(model, grads)
-            if offloaded:
-                model.to_host()
-            return loss
-
-        losses = [float(step(model, optimizer, X)) for _ in range(3)]
-        assert kinds(nnx.state(model, nnx.Param)) == {"pinned_host" if offloaded else "device"}
-        return losses
-
-    want = trained(lambda layers: nnx.Sequential(*layers))
-    np.testing.assert_allclose(trained(OffloadModel), want, rtol=1e-6)
-    assert want[2] < want[1] < want[0]
 
 
 def test_tabulate():
