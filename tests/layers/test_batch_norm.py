@@ -324,9 +324,7 @@ def value_and_grad(apply, stats, reduce=lambda value: value):
     [
         (Nnx, "shard_map"),
         (Linen, "pmap"),
-        (Linen, "shard_map"),
-        (Nnx, "pmap"),
-        (Nnx, "shard_map unchecked"),
+        (Linen, "shard_map unchecked"),
         (Linen, "jit"),
     ],
 )

@@ -101,10 +101,7 @@ def expected(rate=0.0):
     ("flavor", "context"),
     [
         ("nnx", "shard_map_of_grad"),
-        ("linen", "shard_map_of_grad"),
-        ("linen", "vmap_of_grad"),
-        ("nnx", "pmap"),
-        ("nnx", "grad_of_shard_map"),
+        ("linen", "pmap"),
         ("linen", "jit_explicit"),
     ],
 )
@@ -119,9 +116,7 @@ def test_matches_definition(flavor, context):
     ("flavor", "form"),
     [
         ("linen", "features"),
-        ("nnx", "features"),
         ("nnx", "conv"),
-        ("linen", "conv"),
         ("nnx", "plain"),
         ("linen", "plain"),
     ],

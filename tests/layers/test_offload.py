@@ -70,7 +70,9 @@ def test_microbatches_have_their_own_dropout_keys(flavour):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("norm", ["effjax_norm", "cnn"])
+@pytest.mark.parametrize(
+    ("flavour", "norm"), [("linen", "effjax_norm"), ("nnx", "cnn")], indirect=["flavour"]
+)
 def test_running_statistics_average_microbatches(flavour, norm):
     make = getattr(flavour, norm)
     results = flavour.run(flavour.offloaded(make, num_microbatches=4), IMAGES)

@@ -77,24 +77,6 @@ def test_attention_over_the_cache(window, softcap, x64):
         np.testing.assert_allclose(got[n, t, head], want, 1e-12)
 
 
-def test_stop_tokens_end_rows():
-    config = config_of("qwen3")
-    params = make_params(config)
-    run = functools.partial(generate, config, *params, TOKENS, lengths=LENGTHS, max_new_tokens=NEW)
-    free = np.asarray(run().tokens)
-    stops = int(free[0, 2]), int(free[1, 0])
-    want = free.copy()
-    lengths = []
-    for row in want:
-        hits = np.flatnonzero(np.isin(row, stops))
-        lengths.append(hits[0] + 1 if len(hits) else NEW)
-        row[lengths[-1] :] = 0
-    tokens, got = run(stop_tokens=stops)
-    np.testing.assert_array_equal(got, lengths)
-    np.testing.assert_array_equal(tokens, want)
-    assert lengths[1] == 1 and lengths[0] <= 3
-
-
 # Sampling
 
 LOGITS = np.log([0.05, 0.4, 0.03, 0.22, 0.3])
@@ -169,13 +151,22 @@ def test_keys():
 
 
 @vary("name", ["gemma3", "mistral"])
-def test_layers_in_host_memory(name):
+def test_stop_tokens_end_rows(name):
+    """Of layers in host memory and of the same layers on the device."""
     config = config_of(name)
     layers, others = make_params(config)
-    run = functools.partial(generate, config, max_new_tokens=NEW)
-    want = jax.jit(run)(layers, others, TOKENS)
-    got = run(effjax.to_host(layers), others, TOKENS)
-    np.testing.assert_array_equal(got.tokens, want.tokens)
+    run = functools.partial(generate, config, max_new_tokens=NEW, lengths=LENGTHS)
+    want = np.array(jax.jit(run)(layers, others, TOKENS).tokens)
+    stops = int(want[0, 2]), int(want[1, 0])
+    lengths = []
+    for row in want:
+        hits = np.flatnonzero(np.isin(row, stops))
+        lengths.append(hits[0] + 1 if len(hits) else NEW)
+        row[lengths[-1] :] = 0
+    assert lengths[1] == 1 and lengths[0] <= 3
+    tokens, got = run(effjax.to_host(layers), others, TOKENS, stop_tokens=stops)
+    np.testing.assert_array_equal(got, lengths)
+    np.testing.assert_array_equal(tokens, want)
 
 
 def test_lengths_with_long_factors(x64):
