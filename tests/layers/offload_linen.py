@@ -23,13 +23,9 @@ if jax.__version_info__ < (0, 11):
 
 
 class Block(nn.Module):
-    param_dtype: Any = jnp.float32
-
     @nn.compact
     def __call__(self, x, deterministic=False):
-        h = nn.LayerNorm(param_dtype=self.param_dtype)(x)
-        h = nn.gelu(nn.Dense(12, param_dtype=self.param_dtype)(h))
-        h = nn.Dense(6, param_dtype=self.param_dtype)(h)
+        h = nn.Dense(6)(nn.gelu(nn.Dense(12)(nn.LayerNorm()(x))))
         return x + nn.Dropout(0.3, deterministic=deterministic)(h)
 
 
@@ -42,8 +38,8 @@ class Normed(nn.Module):
         return x + nn.Dropout(0.3, deterministic=not train)(nn.relu(x))
 
 
-def mlp(dtype=jnp.float32):
-    return [Block(dtype) for _ in range(2)]
+def mlp():
+    return [Block() for _ in range(2)]
 
 
 class Flatten(nn.Module):
@@ -68,12 +64,8 @@ def cnn(norm=nn.BatchNorm, momentum: Any = 0.9):
 def variables_of(make):
     """Return the variables of the unwrapped model."""
     module = nn.Sequential(make())
-    x = X if make in (mlp, bfloat16) else IMAGES
+    x = X if make is mlp else IMAGES
     return jax.jit(module.init, compiler_options=FAST)({"params": KEY, "dropout": KEY}, x)
-
-
-def bfloat16():
-    return mlp(jnp.bfloat16)
 
 
 def effjax_norm():
@@ -84,10 +76,10 @@ def on_host(variables):
     return {**variables, "params": effjax.to_host(variables["params"])}
 
 
-def train(module, variables, x, options=FAST, **kwargs):
+def train(module, variables, x, **kwargs):
     """Return the output, gradients of the parameters and of x, and new running statistics."""
 
-    @functools.partial(jax.jit, compiler_options=options)
+    @functools.partial(jax.jit, compiler_options=FAST)
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def run(params, x):
         y, new = module.apply(
@@ -120,9 +112,9 @@ def plain(make):
     return nn.Sequential(make()), variables_of(make)
 
 
-def run(model, x, options=FAST):
+def run(model, x):
     module, variables = model
-    return train(module, variables, x, options)
+    return train(module, variables, x)
 
 
 @functools.cache

@@ -20,10 +20,10 @@ KEY = jax.random.key(5)
 
 
 class Block(nnx.Module):
-    def __init__(self, rngs, rate=0.3, dtype=jnp.float32):
-        self.norm = nnx.LayerNorm(6, rngs=rngs, param_dtype=dtype)
-        self.up = nnx.Linear(6, 12, rngs=rngs, param_dtype=dtype)
-        self.down = nnx.Linear(12, 6, rngs=rngs, param_dtype=dtype)
+    def __init__(self, rngs, rate=0.3):
+        self.norm = nnx.LayerNorm(6, rngs=rngs)
+        self.up = nnx.Linear(6, 12, rngs=rngs)
+        self.down = nnx.Linear(12, 6, rngs=rngs)
         self.dropout = nnx.Dropout(rate, rngs=rngs)
 
     def __call__(self, x):
@@ -78,9 +78,9 @@ def cached_modules(make):
 
 
 @cached_modules
-def mlp(dtype=jnp.float32):
+def mlp():
     rngs = nnx.Rngs(0)
-    return nnx.List([Block(rngs, dtype=dtype) for _ in range(2)])
+    return nnx.List([Block(rngs) for _ in range(2)])
 
 
 @cached_modules
@@ -121,10 +121,10 @@ def loss_of(model, x):
     return jnp.sin(y.astype(jnp.float32)).sum(), y
 
 
-def compiled(loss, options=FAST):
+def compiled(loss):
     """Return ``run(model, x) -> (output, gradients of Params, gradient of x, other state)``."""
 
-    @functools.partial(jax.jit, static_argnums=0, compiler_options=options)
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
     def step(graphdef, state, x):
         model = nnx.merge(graphdef, state)
         (_, y), (grads, dx) = nnx.value_and_grad(loss, argnums=(0, 1), has_aux=True)(model, x)
@@ -148,10 +148,6 @@ def others_of(model):
 # The interface of the shared tests; offload_linen has the same functions.
 
 
-def bfloat16():
-    return mlp(jnp.bfloat16)
-
-
 def effjax_norm():
     return cnn(effjax.nnx.BatchNorm, None)
 
@@ -164,8 +160,8 @@ def plain(make):
     return nnx.Sequential(*make())
 
 
-def run(model, x, options=FAST):
-    return (train if options is FAST else compiled(loss_of, options))(model, x)
+def run(model, x):
+    return train(model, x)
 
 
 @functools.cache

@@ -195,7 +195,7 @@ def test_empty_and_single_value_batches(flavor, n):
     np.testing.assert_allclose(norm.stats["var"], 0.5 if n else 1)
 
 
-@pytest.mark.parametrize("momentum", [0.5, None])
+@vary("momentum", [0.5, None])
 def test_masked_channels_preserve_their_running_stats(flavor, momentum):
     norm = flavor(momentum=momentum)
     mask = np.array([True, False, True, True, False])

@@ -50,11 +50,11 @@ def test_train_and_eval():
     flat = OffloadModel([*cnn()[:2], nnx.relu, nnx.Dropout(0.5, rngs=nnx.Rngs(3))]).to_host()
 
     @nnx.jit
-    def run(viewed, flat, plain):
+    def evaluate(viewed, flat, plain):
         by_layers = nnx.relu(plain.layers[1](plain.layers[0](IMAGES)))
         return viewed(IMAGES), flat(IMAGES, **flags), by_layers
 
-    by_view, by_flags, by_layers = run(viewed, flat, plain)
+    by_view, by_flags, by_layers = evaluate(viewed, flat, plain)
     np.testing.assert_allclose(by_view, want, atol=1e-6)
     np.testing.assert_allclose(by_flags, by_layers, atol=1e-6)
     assert_same(others_of(model), before)
