@@ -21,7 +21,6 @@ from effjax.optimizers import (
     adamw_8bit,
     in_24_bits,
     in_float32,
-    scale_by_adam_8bit,
     stochastic_rounding,
     with_matmul_precision,
 )
@@ -43,24 +42,24 @@ def label(params):
 # Each transformation of the list at least once.
 SEPARATE = {
     "adamw": lambda: optax.adamw(RATE, mask=is_matrix),
-    "nadam": lambda: optax.nadam(1e-2),
     "lion": lambda: optax.lion(1e-2, weight_decay=0.1),
     "rmsprop": lambda: optax.rmsprop(1e-2, momentum=0.9, centered=False),
-    "sgd": lambda: with_matmul_precision(optax.sgd(0.5), "highest"),
-    "momentum": lambda: optax.sgd(0.5, momentum=0.9, nesterov=True),
+    "momentum": lambda: with_matmul_precision(
+        optax.sgd(0.5, momentum=0.9, nesterov=True), "highest"
+    ),
     "noise": lambda: optax.chain(optax.sgd(0.5), optax.add_noise(0.0, 0.5, 0)),
     "partition": lambda: optax.partition(
         {"first": optax.adam(1e-2), "second": optax.sgd(0.5)}, label
     ),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
     "8-bit": lambda: adamw_8bit(1e-2, weight_decay=0.1),
-    "scale_by_adam_8bit": scale_by_adam_8bit,
-    "24 bits": lambda: in_24_bits(optax.adam(1e-2)),
     "others": lambda: with_full_paths(
         optax.adamw(RATE, mask=lambda p: p._replace(others=is_matrix(p.others))),
         lambda w: OffloadParams({}, w), lambda params: params.others,
     ),
-    "float32": lambda: optax.chain(in_float32(optax.adam(1e-2)), stochastic_rounding(0)),
+    "in 32 and 24 bits": lambda: optax.chain(
+        in_24_bits(in_float32(optax.adam(1e-2))), stochastic_rounding(0)
+    ),
 }  # fmt: skip
 # They depend on other rows, on the number of rows, or are not known.
 MIXING = {
@@ -83,6 +82,7 @@ def chunks_of_many_rows(monkeypatch):
     monkeypatch.setattr(row_update, "CHUNK_BYTES", 2**19)
 
 
+@functools.cache
 def arrays(i):
     keys = jax.random.split(jax.random.key(i), len(SHAPES))
     return {
