@@ -186,9 +186,3 @@ def test_rejects_gradient_of_integer_parameters():
     assert run(inputs()).shape == (8, 8)
     with pytest.raises(TypeError, match=r"`params`.*\['w'\] must be floating-point .* int8"):
         jax.grad(lambda x: loss(run(x)))(inputs())
-
-
-def test_outside_jit():
-    got = jax.grad(lambda w: loss(offloaded(w, inputs())))(to_host(params()))
-    assert_close(got, want(1)[1][0], 1e-9)
-    assert kinds(got) == {"pinned_host"}
