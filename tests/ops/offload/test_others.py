@@ -22,9 +22,7 @@ from tests.ops.offload.stacks import (
     WIDTH,
     assert_equal_bits,
     kinds,
-    layer,
     on,
-    params,
     to_numpy,
 )
 from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others
@@ -52,27 +50,30 @@ def with_scalar():
     return {**others(), "scale": jnp.ones(WIDTH), "unused": 0.1 * jnp.ones((30, WIDTH))}
 
 
+def shift(w, x, key):
+    return x + w["c"]
+
+
 def scaled_head(others, x, batch, key):
     return head(others, x * others["scale"], batch, key)
 
 
 def train(
-    where, tx=ADAMW, w=None, embed=embed, head=scaled_head, layers=layer, steps=3, count=LAYERS,
-    **options,
+    where, tx=ADAMW, w=None, embed=embed, head=scaled_head, layers=shift, steps=3, **options
 ):  # fmt: skip
     """Return (losses, layers, others, state of the others, norm of the gradients)."""
     init, step = offload_train_step(embed, layers, head, tx, others_in=where, **options)
     w = with_scalar() if w is None else w
-    stack = params(count)
+    stack = {"c": 0.1 * jnp.ones((LAYERS, WIDTH))}
     if isinstance(layers, list):
         stack = [jax.tree.map(lambda a, i=i: a[i], stack) for i in range(LAYERS)]
     if options.get("params_in") != "device":
         stack = to_host(stack)
     state = init(stack, to_host(w) if where == "host" else w)
     step, losses = offload_jit(step), []
-    for i in range(steps):
+    for _ in range(steps):
         before = state.layers, state.others
-        state, loss, *_ = step(state, TOKENS, jax.random.fold_in(KEY, i))
+        state, loss, *_ = step(state, TOKENS)
         losses.append(loss)
         assert all(a.is_deleted() for a in jax.tree.leaves(before))
     kind = {"host": "pinned_host", "device": "device"}[where]
@@ -138,7 +139,7 @@ STEPS = {
         "clip_by": "layer", "num_microbatches": 2,
     },
     "bfloat16": {"tx": in_float32(ADAMW), "w": in_bfloat16(), "embed": wide_embed},
-    "list clipped": {"layers": [layer] * LAYERS, "fuse_update": False, "clip_norm": 0.1},
+    "list clipped": {"layers": [shift] * LAYERS, "fuse_update": False, "clip_norm": 0.1},
     "deep embed, layers on the device": {
         "w": deep(), "embed": deep_embed, "num_microbatches": 2, "params_in": "device"
     },
@@ -158,14 +159,9 @@ def test_training_equals_others_on_the_device(name, exact):
 
 def test_large_parameters_are_updated_in_chunks():
     assert count_chunked(ADAMW) == (3, 0)
-    assert count_chunked(optax.MultiSteps(ADAMW, 2)) == (3, 0)
-    for tx in (optax.lion(1e-2), SGD, optax.sgd(optax.linear_schedule(0.5, 0.1, 3), momentum=0.9)):
-        assert count_chunked(tx) == (3, 0)
     rounded = optax.chain(in_float32(ADAMW), stochastic_rounding(0))
     assert count_chunked(rounded, in_bfloat16()) == (3, 0)
-    adafactor = optax.adafactor(1e-2, min_dim_size_to_factor=4)
-    for tx in (optax.lamb(1e-2), optax.lars(1e-2), optax.contrib.muon(1e-2), adafactor):
-        assert count_chunked(tx) == (0, 3)
+    assert count_chunked(optax.lamb(1e-2)) == (0, 3)
     leaf = row_update.plan_rows(ADAMW, with_scalar()).large[0]
     assert leaf.num_rows // leaf.size >= 2 and leaf.num_rows % leaf.size
     assert leaf.factors == [1, 1, 1]
@@ -189,10 +185,10 @@ def test_noise_differs_between_chunks():
 
 
 def test_rejects_shared_array():
-    init, _ = offload_train_step(embed, layer, scaled_head, ADAMW, others_in="host")
-    w = to_host(others()["e"])
+    init, _ = offload_train_step(embed, shift, scaled_head, ADAMW, others_in="host")
+    w = to_host(jnp.ones((LAYERS, WIDTH)))
     with pytest.raises(ValueError, match=r"`others\['e'\]` and `others\['f'\]` are the same array"):
-        init(to_host(params()), {"e": w, "f": w})
+        init({"c": w}, {"e": w, "f": w})
 
 
 # Planned memory.
@@ -254,7 +250,7 @@ def test_initial_state_is_streamed():
 
 def train_over(mesh, where, specs, wrap=lambda f: f, mean=lambda x: x, **options):
     init, step = offload_train_step(
-        lambda others, batch, key: jax.nn.one_hot(batch, 16) @ others["e"], layer,
+        lambda others, batch, key: jax.nn.one_hot(batch, 16) @ others["e"], shift,
         lambda others, x, batch, key: mean(
             optax.softmax_cross_entropy(x @ others["u"], jax.nn.one_hot(batch, 11)).mean()
         ),
@@ -263,7 +259,8 @@ def train_over(mesh, where, specs, wrap=lambda f: f, mean=lambda x: x, **options
     w = {"e": jax.random.normal(KEY, (16, WIDTH)), "u": others()["u"]}
     place = lambda a, spec: jax.device_put(a, on(mesh, spec, where == "host"))  # noqa: E731
     w = {name: place(a, specs[name]) for name, a in w.items()}
-    state = init(jax.device_put(params(), on(mesh, P(), True)), w)
+    layers = {"c": 0.1 * jnp.ones((2, WIDTH))}
+    state = init(jax.device_put(layers, on(mesh, P(), True)), w)
     batch = jax.device_put(jnp.arange(32) % 11, on(mesh, P("i")))
     run = offload_jit(wrap(step))
     for _ in range(2):
@@ -275,7 +272,10 @@ CLIPPED = {"fuse_update": False, "clip_norm": 0.1}
 ROWS, COLUMNS = {"e": P("i"), "u": P(None)}, {"e": P(None, "i"), "u": P("i")}
 
 
-@vary(("specs", "options"), [(ROWS, CLIPPED), (COLUMNS, {})], ids=["rows", "columns"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("specs", "options"), [(ROWS, CLIPPED), (COLUMNS, {})], ids=["rows", "columns"]
+)
 def test_jit_over_mesh_with_sharded_parameters(specs, options, exact):
     mesh = mesh_of((8,), ("i",))
     with jax.set_mesh(mesh):

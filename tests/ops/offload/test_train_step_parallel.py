@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from effjax import offload_jit, offload_train_step
 from effjax.memory import collectives
 from effjax.ops._common.platform import trace_for_platform
+from effjax.ops.offload import row_update
 from effjax.ops.offload.train_step import StepResult
 from tests.contexts import mesh_of
 from tests.ops.offload import reference
@@ -85,7 +86,11 @@ def train(form, context, spec, factors, **options):
     with jax.set_mesh(mesh):
         state = init(
             place(make_params(form), spec, options.get("params_in", "host")),
-            place(others(), P(), options.get("others_in", "device")),
+            jax.tree.map(
+                lambda a, spec: place(a, spec, options.get("others_in", "device")),
+                others(),
+                OTHERS_SPECS if context == "auto" else {"e": P(), "u": P()},
+            ),
             place(model_state(), P(), "device") if options.get("has_state") else (),
         )
         for batch in data:
@@ -95,6 +100,7 @@ def train(form, context, spec, factors, **options):
     return losses, result
 
 
+OTHERS_SPECS = {"e": P(None, "i"), "u": P("i")}
 AUX = {"has_state": True, "head_has_aux": True, "has_aux": True}
 ON_DEVICE = {"params_in": "device"}
 PREVIOUS = {"clip_norm": 0.1, "clip_by": "previous"}
@@ -125,6 +131,10 @@ def check(form, context, options):
     assert kinds(state.layers) == kinds(moments) == {memory}
     for a in moments:
         assert a.sharding.is_equivalent_to(on(a.sharding.mesh, spec, where == "host"), a.ndim)
+    if context == "auto":
+        for name, a in state.others.items():
+            in_host = options.get("others_in") == "host"
+            assert a.sharding.is_equivalent_to(on(a.sharding.mesh, OTHERS_SPECS[name], in_host), 2)
     for a in jax.tree.leaves(state.layers):
         if a.sharding.is_fully_replicated:
             for shard in a.addressable_shards:
@@ -135,17 +145,16 @@ def check(form, context, options):
 MAPPED = {
     "all results": ("stack", "shard_map", {**WEIGHTED, **AUX, **PREVIOUS}),
     "list": ("list", "shard_map", {**MICROBATCHES, **AUX}),
-    "list on the device": ("list", "shard_map", {**MICROBATCHES, **ON_DEVICE}),
     "without types": ("stack", "shard_map without types", {**WEIGHTED, "has_state": True}),
     "list without types": ("list", "shard_map without types", MICROBATCHES),
     "pmap": ("stack", "pmap", {**ON_DEVICE, "weighted_loss": True}),
 }
 AUTO = {
+    "clipped by previous": ("stack", {**SHARDED, **PREVIOUS, "others_in": "host"}),
     "clipped by layer": (
         "stack",
         {**SHARDED, **MICROBATCHES, **APART, "clip_norm": 0.1, "clip_by": "layer"},
     ),
-    "clipped by previous": ("stack", {**SHARDED, **PREVIOUS, "others_in": "host"}),
     "scaled": ("list", {**APART, "loss_scale": 8.0}),
 }
 EXPLICIT = {
@@ -166,7 +175,9 @@ def test_skipped_step_in_shard_map(form, options):
 
 
 @vary("name", AUTO)
-def test_step_with_auto_axes(name):
+def test_step_with_auto_axes(name, monkeypatch):
+    """Other parameters in host memory are updated in chunks of their shards."""
+    monkeypatch.setattr(row_update, "CHUNK_BYTES", 600)
     form, options = AUTO[name]
     check(form, "auto", options)
 
