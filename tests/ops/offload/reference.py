@@ -91,9 +91,13 @@ class Trained(NamedTuple):
 
 
 def train(
-    embed, layer, head, tx, layers, others, batches, *, key=None, model_state=(), **options
+    embed, layer, head, tx, layers, others, batches, *, key=None, model_state=(), compiled=False,
+    **options,
 ):  # fmt: skip
-    """Take one step per batch, in the dtypes of the parameters; step i folds the key with i."""
+    """Take one step per batch, in the dtypes of the parameters; step i folds the key with i.
+
+    Compilation costs as much as a few steps whose operations were compiled in other tests.
+    """
     options = Options(**options)
     is_list = isinstance(layer, (list, tuple))
     trained_layers, frozen_layers = partition(layers, options.trainable)
@@ -111,6 +115,7 @@ def train(
         return compute_loss(embed, run_layers, head, merge(model, frozen), *args, options)
 
     step, clip = make_step(loss_of_trained, tx, options)
+    step = jax.jit(step) if compiled else step
     states = [own_keys(tx.init(w), i) for i, w in enumerate(model["layers"])]
     states.append(tx.init(model["others"]))
     state = model, states, clip.init(model)

@@ -85,22 +85,18 @@ def test_resumed_run_is_equal_to_the_bit():
     assert_equal_bits(run(resumed, range(2, 4)), whole)
 
 
-def test_frozen_layers_have_no_optimizer_state():
+def test_frozen_layers_of_a_tuple_have_no_optimizer_state():
     w = different_params()
     init, step = offload_train_step(
-        embed, DIFFERENT, head, ADAMW, trainable=[True, True, False, False]
+        embed, tuple(DIFFERENT), head, ADAMW, trainable=(True, True, False, False)
     )
-    state, *_ = offload_jit(step)(init(to_host(w), others()), TOKENS)
+    state = init(to_host(tuple(w)), others())
+    state, *_ = offload_jit(step)(state, TOKENS)
+    assert isinstance(state.layers, tuple)
     for i in (2, 3):
         jax.tree.map(np.testing.assert_array_equal, state.layers[i], w[i])
         assert all(a.ndim == 0 for a in jax.tree.leaves(state.layers_state[i]))
     assert (np.asarray(state.layers[0]["a"]) != np.asarray(w[0]["a"])).any()
-
-
-def test_tuple_of_layers():
-    init, step = offload_train_step(embed, tuple(DIFFERENT), head, ADAMW, trainable=is_trained)
-    state, *_ = jax.eval_shape(step, init(to_host(tuple(different_params())), others()), TOKENS)
-    assert isinstance(state.layers, tuple)
 
 
 def test_layer_inputs_are_a_pytree_with_integers():
@@ -118,10 +114,10 @@ def test_layer_inputs_are_a_pytree_with_integers():
     functions, batch = (run_embed, run_layer, run_head), {"tokens": TOKENS, "n": TOKENS % 3}
     init, step = offload_train_step(*functions, ADAMW, num_microbatches=2)
     state, loss, *_ = offload_jit(step)(
-        init(to_host(params()), others()), batch, jax.random.fold_in(KEY, 0)
+        init(to_host(params(2)), others()), batch, jax.random.fold_in(KEY, 0)
     )
     want = reference.train(
-        *functions, ADAMW, params(), others(), [batch], key=KEY, num_microbatches=2
+        *functions, ADAMW, params(2), others(), [batch], key=KEY, num_microbatches=2, compiled=True
     )
     assert_close((loss, state.layers, state.others), (want.losses[0], *want[1:3]), 5e-6)
 
@@ -213,11 +209,9 @@ def test_layer_with_nan_does_not_change_others():
         (2.0**16, 0, True),
         (2.0**16, GROWTH_INTERVAL - 1, True),
         (2.0**16, GROWTH_INTERVAL, False),
-        (1.5, GROWTH_INTERVAL, True),
         (1.5, 0, False),
         (1.0, 0, False),
         (2.0**127, GROWTH_INTERVAL, True),
-        (2.0**127, GROWTH_INTERVAL - 1, False),
     ],
 )
 def test_next_loss_scale_matches_flax(scale, steps, finite):
@@ -260,7 +254,9 @@ def test_loss_scale_in_float16(dtype, options):
     """The first scale is too large for the gradients, several times over."""
     functions, options = (half_embed, half_layer, half_head), {"loss_scale": 2.0**24, **options}
     w, other = (jax.tree.map(lambda a: a.astype(dtype), tree) for tree in (params(), others()))
-    want = reference.train(*functions, ADAMW, w, other, [TOKENS] * 12, key=KEY, **options)
+    want = reference.train(
+        *functions, ADAMW, w, other, [TOKENS] * 12, key=KEY, compiled=True, **options
+    )
     init, step = offload_train_step(*functions, ADAMW, fuse_update=False, **options)
     state, step, skipped = init(to_host(w), other), offload_jit(step), 0
     for i in range(12):
@@ -300,12 +296,10 @@ def test_compute_dtype_of_different_layers():
 # Weights of losses.
 
 
-@vary("num_microbatches", [4, 1])
-def test_weights_add_up_to_zero(num_microbatches):
+def test_weights_add_up_to_zero():
     """The loss and the gradients are 0, and not NaN."""
     init, step = make(
-        SGD, weighted_loss=True, num_microbatches=num_microbatches, fuse_update=False,
-        skip_nonfinite=True,
+        SGD, weighted_loss=True, num_microbatches=4, fuse_update=False, skip_nonfinite=True
     )  # fmt: skip
     batch = {**BATCH_OF_ONES, "tokens": jnp.zeros(BATCH, int)}
     state, loss, *_ = offload_jit(step)(init(to_host(params()), others()), batch)
@@ -326,7 +320,7 @@ def test_weight_is_not_differentiated():
     np.testing.assert_allclose(state.others["u"], others()["u"] - 1, rtol=1e-5, atol=1e-5)
 
 
-@vary("weight", [jnp.bfloat16(3), 3, 3.0, np.float32(3)])
+@vary("weight", [jnp.bfloat16(3), 3])
 def test_kinds_of_weights(weight):
     init, step = offload_train_step(
         lambda others, batch, key: batch * others, lambda w, x, key: x,
@@ -377,11 +371,8 @@ WRONG = {
     "state of another dtype": ("'batches'", {**STATE, "embed": changed(batches=SCALAR)}),
     "aux is missing": ("`head` must return", {**STATE, "head_has_aux": True}),
     "loss of each row": ("scalar loss", end_with(jnp.ones(2))),
-    "several results": ("scalar loss", end_with(SCALAR, SCALAR)),
     "no weight": ("loss_sum", WEIGHTED | end_with(SCALAR)),
-    "three results": ("as its loss", WEIGHTED | end_with(SCALAR, 1, 1)),
     "weight of each row": ("scalar weight", WEIGHTED | end_with(SCALAR, jnp.ones(2))),
-    "weight is a text": ("scalar weight", WEIGHTED | end_with(SCALAR, "1")),
     "batch of several lengths": (
         r"batch\['b'\]", {"num_microbatches": 2, "batch": {"a": TOKENS, "b": TOKENS[:4]}}
     ),
@@ -467,6 +458,6 @@ def test_rejects_state_of_other_options(name, options):
 
 
 def test_rejects_wrong_number_of_layers():
-    init, step = offload_train_step(embed, DIFFERENT, head, ADAMW, trainable=is_trained)
-    with pytest.raises(ValueError, match=r"of length 4\).*of length 3\)"):
-        step(init(to_host(different_params()[:3]), others()), TOKENS)
+    init, step = offload_train_step(embed, [shifted] * 2, head, SGD)
+    with pytest.raises(ValueError, match=r"of length 2\).*of length 1\)"):
+        step(init(to_host([jnp.ones(WIDTH)]), others()), TOKENS)

@@ -134,8 +134,11 @@ def label_whole(form):
     return label(effjax.OffloadParams(*layers))
 
 
-@vary("labels", [lambda form: label, label_whole], ids=["function", "tree"])
-@pytest.mark.parametrize("form", ["stack", "list"])
+@vary(
+    ("form", "labels"),
+    [("stack", lambda form: label), ("list", label_whole)],
+    ids=["stack-function", "list-tree"],
+)
 def test_labels_have_the_paths_of_all_parameters(form, labels):
     """A label by path freezes the same parameters as `trainable`."""
     tx = optax.partition({"trained": ADAMW, "frozen": optax.set_to_zero()}, labels(form))
@@ -174,14 +177,17 @@ def test_loss_reaches_the_optimizer(options):
     model = {"layers": reference.unstack(make_params("stack"), LAYERS), "others": others()}
     functions, batches = make_functions("stack"), make_batches(TOKENS, factors)
     run = (functions[0], [functions[1]] * LAYERS, functions[2])
+
+    @jax.jit
+    def step(model, opt_state, batch, key):
+        compute = lambda m: reference.compute_loss(*run, m, (), batch, key, reference.Options())[0]  # noqa: E731
+        loss, grads = jax.value_and_grad(compute)(model)
+        updates, opt_state = tx.update(grads, opt_state, model, value=loss)
+        return optax.apply_updates(model, updates), opt_state, loss
+
     opt_state, want = tx.init(model), []
     for i, batch in enumerate(batches):
-        compute = lambda m, i=i, batch=batch: reference.compute_loss(  # noqa: E731
-            *run, m, (), batch, jax.random.fold_in(KEY, i), reference.Options()
-        )[0]
-        loss, grads = jax.jit(jax.value_and_grad(compute))(model)
-        updates, opt_state = tx.update(grads, opt_state, model, value=loss)
-        model = optax.apply_updates(model, updates)
+        model, opt_state, loss = step(model, opt_state, batch, jax.random.fold_in(KEY, i))
         want.append(loss)
     got = losses, reference.unstack(state.layers, LAYERS), state.others
     assert_close(got, (want, model["layers"], model["others"]), 1e-6)
@@ -199,7 +205,6 @@ def test_a_list_has_no_options_of_stacks(name):
 CLIPPED = {"clip_norm": 0.05}
 OPTIONS = {
     "params on the device": {"params_in": "device"},
-    "microbatches": {"num_microbatches": 4, "head_has_aux": True},
     "defaults": {},
     "apart": APART,
     "no prefetch": {"prefetch": 0},
@@ -208,16 +213,17 @@ OPTIONS = {
     "only activations on the host": {"params_in": "device", "activations": "host"},
     "others on the host": {"others_in": "host"},
     "clipped": {**CLIPPED, **APART},
-    "clipped by previous, on the device": {
-        **CLIPPED, "clip_by": "previous", "params_in": "device", "num_slices": 2
-    },
     "scaled, clipped by previous": {
         **APART, **CLIPPED, "loss_scale": 64.0, "clip_by": "previous", "factors": SECOND_IS_NAN
     },
-    "weighted": {**APART, "num_microbatches": 4, "weighted_loss": True, "loss_scale": 8.0},
+    "weighted": {
+        **APART, "num_microbatches": 4, "head_has_aux": True, "weighted_loss": True,
+        "loss_scale": 8.0,
+    },
     "frozen others": {"trainable_others": False} | APART,
-    "no key": {"key": None, **MICROBATCHES},
-    "accumulated": {"tx": optax.MultiSteps(ADAMW, 2), "factors": (1.0, 2.0, 3.0)},
+    "accumulated, no key": {
+        "key": None, "tx": optax.MultiSteps(ADAMW, 2), "factors": (1.0, 2.0, 3.0)
+    },
     "noise": {"tx": optax.chain(ADAMW, optax.add_noise(0.1, 0.5, 3)), "num_slices": 2},
 }  # fmt: skip
 # Those that a list runs by its own code.
