@@ -190,11 +190,11 @@ def make_batches(tokens, factors):
     return [{"tokens": tokens, "factor": jnp.ones(tokens.size).at[-1].set(a)} for a in factors]
 
 
-def train_in_memory(form, batches, tx=ADAMW, key=None, **options):
+def train_in_memory(form, batches, tx=ADAMW, key=None, compiled=False, **options):
     """Train with the options that change results; the other ones are ignored."""
     options = make_options(form, **options)
     return reference.train(
-        *make_functions(form, **options), tx, make_params(form), others(), batches, key=key,
-        model_state=model_state() if options.get("has_state") else (),
+        *make_functions(form, **options), tx, make_params(form), others(), batches,
+        key=key, compiled=compiled, model_state=model_state() if options.get("has_state") else (),
         **{name: a for name, a in options.items() if name in reference.Options._fields},
     )  # fmt: skip

@@ -97,33 +97,6 @@ def test_loss_and_gradients_match_in_memory(options, num_microbatches, policy, p
     assert kinds(got[1][0]) == kinds(w) and kinds(got[1][1]) == {"device"}
 
 
-@vary("policy", ["recomputed", "everything"])
-def test_aux_and_closed_over_array(policy):
-    scale = jnp.float32(1.5)
-
-    def layer(w, x, key):
-        y = jnp.tanh(x @ w["w"]) * scale
-        return y, jnp.mean(y, 0)
-
-    def run(w, x):
-        x, aux = offload_sequential(
-            [layer] * 3, w, x, has_aux=True, num_microbatches=2, policy=POLICIES[policy]
-        )
-        assert [a.shape for a in aux] == [(2, n) for n in WIDTHS[1:]]
-        return sum(jnp.sum(a**2) for a in aux) + x
-
-    def plain(w, x):
-        total = 0.0
-        for p in w:
-            x, _ = layer(p, x, None)
-            total += sum(jnp.sum(jnp.mean(part, 0) ** 2) for part in jnp.split(x, 2))
-        return total + x
-
-    got = value_and_grads(run, to_host(params()), inputs())
-    expected = value_and_grads(plain, params(), inputs())
-    assert_close(got, expected, rtol=2e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("sizes", "num_slices", "bounds"),
     [

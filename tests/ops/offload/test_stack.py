@@ -19,7 +19,6 @@ from tests.ops.offload.stacks import (
     assert_equal_bits,
     in_memory,
     inputs,
-    key_of,
     kinds,
     layer,
     loss,
@@ -27,6 +26,11 @@ from tests.ops.offload.stacks import (
     value_and_grads,
 )
 from tests.tiers import vary
+
+
+def unstack(w):
+    """Return the layers of a stack, each in host memory."""
+    return [jax.tree.map(lambda a, i=i: to_host(to_device(a)[i]), w) for i in range(LAYERS)]
 
 
 @pytest.mark.usefixtures("optimized")
@@ -117,9 +121,9 @@ def test_gradient_of_closed_over_array(policy):
 
     offloaded = functools.partial(
         run,
-        functools.partial(offload_scan, key=KEY, num_microbatches=2, policy=POLICIES[policy]),
+        functools.partial(offload_scan, num_microbatches=2, policy=POLICIES[policy]),
     )
-    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, 2))
+    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, None, 2))
     got = value_and_grads(offloaded, to_host(params()), inputs(), scale)
     assert_equal_bits(got, value_and_grads(plain, params(), inputs(), scale))
 
@@ -200,35 +204,41 @@ def test_inputs_with_integers_and_keys(num_microbatches, policy):
     offloaded = functools.partial(
         run,
         functools.partial(
-            offload_scan,
-            key=KEY,
-            num_microbatches=num_microbatches,
-            resident_slices=1,
+            offload_scan, num_microbatches=num_microbatches, resident_slices=1,
             policy=POLICIES[policy],
         ),
-    )
-    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, KEY, num_microbatches))
+    )  # fmt: skip
+    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, None, num_microbatches))
     got = value_and_grads(offloaded, to_host(params()), inputs())
     expected = value_and_grads(plain, params(), inputs())
     assert_close(got, expected, rtol=2e-5, atol=1e-6)
 
 
 @vary(
-    ("options", "num_microbatches", "policy"),
-    [({"num_slices": 2, "resident_slices": 1}, 2, "recomputed"), ({}, 1, "everything")],
+    ("sequential", "options", "num_microbatches", "policy"),
+    [
+        (False, {"resident_slices": 1}, 2, "recomputed"),
+        (True, {}, 2, "everything"),
+        (False, {}, 1, "everything"),
+    ],
     ids=str,
 )
-def test_aux(options, num_microbatches, policy):
-    """Auxiliary outputs are stacked by layer and microbatch and have gradients."""
+def test_aux(sequential, options, num_microbatches, policy):
+    """Auxiliary outputs of each layer are stacked by microbatch and have gradients."""
+    options = {
+        "num_microbatches": num_microbatches, "num_slices": 2, "policy": POLICIES[policy], **options
+    }  # fmt: skip
 
     def aux_layer(w, x, key):
         return layer(w, x, key), {"mean": x.mean(0), "count": jnp.int32(x.shape[0])}
 
     def apply(w, x):
-        y, aux = offload_scan(
-            aux_layer, w, x, key=KEY,
-            num_microbatches=num_microbatches, has_aux=True, policy=POLICIES[policy], **options,
-        )  # fmt: skip
+        if sequential:
+            layers, params = [aux_layer] * LAYERS, unstack(w)
+            y, aux = offload_sequential(layers, params, x, has_aux=True, **options)
+            aux = jax.tree.map(lambda *a: jnp.stack(a), *aux)
+        else:
+            y, aux = offload_scan(aux_layer, w, x, has_aux=True, **options)
         assert aux["mean"].shape == (LAYERS, num_microbatches, WIDTH)
         assert aux["count"].shape == (LAYERS, num_microbatches)
         scale = 1.0 + jnp.arange(LAYERS * num_microbatches).reshape(LAYERS, num_microbatches, 1)
@@ -237,14 +247,9 @@ def test_aux(options, num_microbatches, policy):
     def plain(w, x):
         total = 0.0
         for i in range(LAYERS):
-            parts = jnp.split(x, num_microbatches)
-            for m, part in enumerate(parts):
+            for m, part in enumerate(jnp.split(x, num_microbatches)):
                 total += part.mean(0) ** 2 * (1.0 + i * num_microbatches + m)
-            parts = [
-                layer(jax.tree.map(lambda a, i=i: a[i], w), part, key_of(KEY, i, m))
-                for m, part in enumerate(parts)
-            ]
-            x = jnp.concatenate(parts)
+            x = layer(jax.tree.map(lambda a, i=i: a[i], w), x, None)
         return x.sum(0) + total
 
     got = value_and_grads(apply, to_host(params()), inputs())
@@ -259,14 +264,14 @@ def test_compute_dtype():
 
     x = inputs().astype(jnp.bfloat16)
     apply = functools.partial(
-        offload_scan, checked, key=KEY, compute_dtype=jnp.bfloat16, policy=POLICIES["everything"]
+        offload_scan, checked, compute_dtype=jnp.bfloat16, policy=POLICIES["everything"]
     )
     got = value_and_grads(apply, to_host(params()), x)
 
     def cast(w, x, key):
         return layer(jax.tree.map(lambda a: a.astype(jnp.bfloat16), w), x, key)
 
-    expected = value_and_grads(lambda w, x: in_memory(cast, w, x, KEY), params(), x)
+    expected = value_and_grads(lambda w, x: in_memory(cast, w, x, None), params(), x)
     assert_equal_bits(got, expected)
     assert got[1][0]["a"].dtype == jnp.float32 and got[1][1].dtype == jnp.bfloat16
 

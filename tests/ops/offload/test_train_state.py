@@ -113,11 +113,9 @@ def test_layer_inputs_are_a_pytree_with_integers():
 
     functions, batch = (run_embed, run_layer, run_head), {"tokens": TOKENS, "n": TOKENS % 3}
     init, step = offload_train_step(*functions, ADAMW, num_microbatches=2)
-    state, loss, *_ = offload_jit(step)(
-        init(to_host(params(2)), others()), batch, jax.random.fold_in(KEY, 0)
-    )
+    state, loss, *_ = offload_jit(step)(init(to_host(params(2)), others()), batch)
     want = reference.train(
-        *functions, ADAMW, params(2), others(), [batch], key=KEY, num_microbatches=2, compiled=True
+        *functions, ADAMW, params(2), others(), [batch], num_microbatches=2, compiled=True
     )
     assert_close((loss, state.layers, state.others), (want.losses[0], *want[1:3]), 5e-6)
 
@@ -254,14 +252,12 @@ def test_loss_scale_in_float16(dtype, options):
     """The first scale is too large for the gradients, several times over."""
     functions, options = (half_embed, half_layer, half_head), {"loss_scale": 2.0**24, **options}
     w, other = (jax.tree.map(lambda a: a.astype(dtype), tree) for tree in (params(), others()))
-    want = reference.train(
-        *functions, ADAMW, w, other, [TOKENS] * 12, key=KEY, compiled=True, **options
-    )
+    want = reference.train(*functions, ADAMW, w, other, [TOKENS] * 12, compiled=True, **options)
     init, step = offload_train_step(*functions, ADAMW, fuse_update=False, **options)
     state, step, skipped = init(to_host(w), other), offload_jit(step), 0
     for i in range(12):
         before = to_numpy(state)
-        state, *_ = step(state, TOKENS, jax.random.fold_in(KEY, i))
+        state, *_ = step(state, TOKENS)
         assert state.loss_scale.scale == want.loss_scales[i]
         if state.loss_scale.scale < before.loss_scale.scale:
             assert_equal_bits(state[:4], before[:4])

@@ -142,10 +142,11 @@ def label_whole(form):
 def test_labels_have_the_paths_of_all_parameters(form, labels):
     """A label by path freezes the same parameters as `trainable`."""
     tx = optax.partition({"trained": ADAMW, "frozen": optax.set_to_zero()}, labels(form))
-    losses, (state, *_) = train(form, tx)
+    losses, (state, *_) = train(form, tx, key=None)
     prefix = jax.tree_util.GetAttrKey("layers")
     want = expected(
         form,
+        key=None,
         trainable=lambda path, leaf: (
             not is_frozen((prefix, *path), leaf) and (form == "stack" or is_trained(path, leaf))
         ),
@@ -173,21 +174,21 @@ def test_loss_reaches_the_optimizer(options):
     """The steps become smaller as in optax when the loss does not decrease."""
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=1.0)
     tx, factors = optax.chain(ADAMW, plateau), (1.0, 1.0, 1.0)
-    losses, (state, *_) = train("stack", tx, factors, **options)
+    losses, (state, *_) = train("stack", tx, factors, None, **options)
     model = {"layers": reference.unstack(make_params("stack"), LAYERS), "others": others()}
     functions, batches = make_functions("stack"), make_batches(TOKENS, factors)
     run = (functions[0], [functions[1]] * LAYERS, functions[2])
 
     @jax.jit
-    def step(model, opt_state, batch, key):
-        compute = lambda m: reference.compute_loss(*run, m, (), batch, key, reference.Options())[0]  # noqa: E731
+    def step(model, opt_state, batch):
+        compute = lambda m: reference.compute_loss(*run, m, (), batch, None, reference.Options())[0]  # noqa: E731
         loss, grads = jax.value_and_grad(compute)(model)
         updates, opt_state = tx.update(grads, opt_state, model, value=loss)
         return optax.apply_updates(model, updates), opt_state, loss
 
     opt_state, want = tx.init(model), []
-    for i, batch in enumerate(batches):
-        model, opt_state, loss = step(model, opt_state, batch, jax.random.fold_in(KEY, i))
+    for batch in batches:
+        model, opt_state, loss = step(model, opt_state, batch)
         want.append(loss)
     got = losses, reference.unstack(state.layers, LAYERS), state.others
     assert_close(got, (want, model["layers"], model["others"]), 1e-6)

@@ -48,7 +48,7 @@ def expected(form, splits_rows, factors, **options):
         return rows.swapaxes(0, 1).reshape(-1) if splits_rows else a
 
     batches = jax.tree.map(reorder, make_batches(TOKENS, factors))
-    return train_in_memory(form, batches, **options)
+    return train_in_memory(form, batches, compiled=True, **options)
 
 
 def make_results_specs(form, has_aux=False, head_has_aux=False, **options):
@@ -253,7 +253,15 @@ def test_shard_map_with_sharded_and_replicated_parameters(form, platform, option
     clipping = {k: v for k, v in options.items() if k.startswith("clip")}
     others, batch = make_data()
     want = reference.train(
-        run_embed, [whole] * 2, run_head, SGD, layers, others, [batch] * 2, **clipping
+        run_embed,
+        [whole] * 2,
+        run_head,
+        SGD,
+        layers,
+        others,
+        [batch] * 2,
+        compiled=True,
+        **clipping,
     )
     want_layers = stack(want.layers) if form == "stack" else want.layers
     got = jax.tree.map(np.asarray, (state.layers, state.others))

@@ -9,7 +9,6 @@ import pytest
 
 from effjax import offload_scan, to_host
 from tests.ops.offload.stacks import (
-    KEY,
     LAYERS,
     WIDTH,
     assert_close,
@@ -57,11 +56,11 @@ def test_gradients_of_low_rank_parameters_match_in_memory(options):
     if options.get("params_in") != "device":
         w = to_host(w)
     run = lambda low, x: offload_scan(  # noqa: E731
-        low_rank_layer, merged(low, w), x, key=KEY, trainable=is_low_rank, **options
+        low_rank_layer, merged(low, w), x, trainable=is_low_rank, **options
     )
     got = value_and_grads(run, w["low"], inputs())
     m = options.get("num_microbatches", 1)
-    plain = lambda low, x: in_memory(low_rank_layer, merged(low), x, KEY, m)  # noqa: E731
+    plain = lambda low, x: in_memory(low_rank_layer, merged(low), x, None, m)  # noqa: E731
     want = value_and_grads(plain, quantized()["low"], inputs())
     assert_close(got, want, rtol=1e-5, atol=1e-6)
     assert kinds(got[1][0]) == kinds(w["low"])
@@ -76,7 +75,7 @@ FLAGS = {
 
 @functools.cache
 def all_gradients():
-    return value_and_grads(lambda w, x: in_memory(layer, w, x, KEY), params(), inputs())
+    return value_and_grads(lambda w, x: in_memory(layer, w, x, None), params(), inputs())
 
 
 @pytest.mark.parametrize(
@@ -84,9 +83,7 @@ def all_gradients():
 )
 def test_gradients_of_frozen_parameters_are_zeros(name, params_in):
     w = params() if params_in == "device" else to_host(params())
-    run = functools.partial(
-        offload_scan, layer, key=KEY, params_in=params_in, trainable=FLAGS[name]
-    )
+    run = functools.partial(offload_scan, layer, params_in=params_in, trainable=FLAGS[name])
     value, (dw, dx) = value_and_grads(run, w, inputs())
     want_value, (want_dw, want_dx) = all_gradients()
     frozen = params() if name == "nothing" else {"b": params()["b"]}
