@@ -93,7 +93,6 @@ FROZEN = {"trainable": {"a": True, "b": False, "c": True}}
         ("shard_map", "list", P(), {"key": KEY, "num_microbatches": 2, "policy": "dots"}, "tpu"),
         ("shard_map without types", "stack", P(), {"num_microbatches": 2}, "cpu"),
         ("pmap", "stack", P(), {"policy": "everything"}, "cpu"),
-        ("auto", "stack", P(None, "i"), FROZEN, "cpu"),
         ("explicit", "stack", P(), FROZEN, "cpu"),
         ("shard_map", "stack", P(), FROZEN, "cpu"),
     ],

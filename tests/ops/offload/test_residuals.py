@@ -124,10 +124,8 @@ def test_residuals_hold_parameters_once(layer, num_slices, num_microbatches, com
     [
         (composed, True, 1, "everything"),
         (composed, False, 2, "recomputed"),
-        (casting, False, 2, "everything"),
         (casting, True, 1, "nothing"),
         (named, True, 2, "dots"),
-        (jax.checkpoint(named, policy=OFFLOADED, prevent_cse=False), False, 1, "everything"),
         (jax.checkpoint(named, policy=OFFLOADED, prevent_cse=False), True, 2, "everything"),
     ],
 )
