@@ -1,51 +1,60 @@
-"""Compiler processes: they leave the caller's process unchanged, and end with it."""
+"""Compiler processes: one server for all plans, and compilations that end with their caller."""
 
+import contextlib
+import inspect
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
-from effjax.memory import plan
-from effjax.memory.compiler import _compiler_shim, _source_info_shim, process
+from effjax.memory import PlanError, choose_options, compare, plan
+from effjax.memory.compiler import process
+from effjax.memory.compiler.packages import find_compiler
 from tests.programs import needs_gpu_compiler
+from tests.tiers import vary
 
-KEEPS_BACKEND = """
+X = jax.ShapeDtypeStruct((8,), jnp.float32)
+
+
+def slow(x):
+    """Sum windows of constants, which XLA evaluates itself: it compiles for minutes."""
+    long = lax.iota(jnp.float32, 400_000)
+    return x + lax.reduce_window(long, 0.0, lax.add, (40_000,), (1,), "SAME").sum()
+
+
+STEPS = f"""
 import jax, jax.numpy as jnp
-from jax._src import xla_bridge
-from effjax.memory import plan
-x = jax.ShapeDtypeStruct((8,), jnp.float32)
-assert plan(lambda x: x + 1, x, in_shardings=jax.P("data"), num_devices=2).num_devices == 2
-assert set(xla_bridge._backends) <= {"cpu"}, xla_bridge._backends
-assert jax.device_count() == 1
-"""
-WAITS = """
-import os, sys, time
-from pathlib import Path
-from effjax.memory.compiler._compiler_shim import exit_when_closed
-exit_when_closed(0, Path(sys.argv[1]))
-print("ready", flush=True)
-time.sleep(60)
-"""
-PLANS = """
-import jax, jax.numpy as jnp, effjax.memory
-def many(x):
-    for i in range(300):
-        x = jnp.sin(x @ x) + i
-    return x
-effjax.memory.plan(many, jax.ShapeDtypeStruct((256, 256), jnp.float32))
+from jax import lax
+{inspect.getsource(slow)}
+def steps(batch):
+    return {{"slow": (slow, jax.ShapeDtypeStruct((batch,), jnp.float32))}}
 """
 
 
-@needs_gpu_compiler
-def test_keeps_the_backend():
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", KEEPS_BACKEND], check=True, env=env)
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def descendants(pid):
+    files = Path(f"/proc/{pid}/task").glob("*/children")  # those of each thread
+    children = [child for file in files for child in file.read_text().split()]
+    return [*children, *(process for child in children for process in descendants(child))]
+
+
+def is_compiling(folder):
+    return any(folder.glob("effjax-plan-*/dump/*"))
 
 
 @pytest.mark.exhaustive
@@ -56,90 +65,112 @@ def test_files_in_the_working_directory_are_not_imported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Entries of `python -c` and of `python -m`.
     monkeypatch.setattr("sys.path", ["", str(tmp_path), *sys.path])
-    plan(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32))
+    plan(jnp.sin, X)
     assert not (tmp_path / "imported").exists()
-
-
-def test_exits_when_the_pipe_closes(tmp_path):
-    folder = tmp_path / "folder"
-    (folder / "dump").mkdir(parents=True)
-    command = [sys.executable, "-c", WAITS, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        assert child.poll() is None and folder.exists() and child.stdin is not None
-        child.stdin.close()
-        assert child.wait(timeout=20) == 1
-    assert not folder.exists()
-
-
-@pytest.mark.exhaustive
-@needs_gpu_compiler
-def test_killed_process_leaves_nothing(tmp_path):
-    env = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen([sys.executable, "-c", PLANS], env=env) as parent:
-        wait_until(lambda: list(tmp_path.glob("effjax-plan-*/dump/*")))
-        processes = descendants(parent.pid)
-        assert len(processes) == 3  # the server, the compiler, and what waits for it
-        parent.kill()
-        assert parent.wait(20) == -signal.SIGKILL
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
-    wait_until(lambda: not any(tmp_path.glob("effjax-plan-*")))
-
-
-def descendants(pid):
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [*children, *(process for child in children for process in descendants(child))]
 
 
 @needs_gpu_compiler
 def test_one_server_for_plans_of_an_environment(monkeypatch):
-    x = jax.ShapeDtypeStruct((8,), jnp.float32)
-    plan(jnp.sin, x)
+    plan(jnp.sin, X)
     first = process._servers["cuda"].process
-    plan(jnp.cos, x)
+    plan(jnp.cos, X)
     assert process._servers["cuda"].process is first and first.poll() is None
-    monkeypatch.setenv("EFFJAX_TEST", "1")
-    plan(jnp.sin, x)
+    first.kill()  # as the system does when memory is short
+    first.wait()
+    plan(jnp.sin, X)
     second = process._servers["cuda"].process
-    assert second is not first
-    wait_until(lambda: first.poll() == 0)
-    second.kill()  # as the system does when memory is short
-    second.wait()
-    plan(jnp.sin, x)
+    monkeypatch.setattr(process.sys, "executable", "/bin/false")
+    monkeypatch.setenv("EFFJAX_TEST", "1")
+    with pytest.raises(PlanError, match="ended with exit code 1: no message"):
+        plan(jnp.sin, X)
+    wait_until(lambda: second.poll() == 0)
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def interrupted_plan(wait):
+    """Press Ctrl-C while a program is compiled."""
+    with interrupt_after(wait), pytest.raises(KeyboardInterrupt):
+        plan(slow, X)
 
 
-def test_shim_names_its_jax_versions():
-    for shim in (_compiler_shim, _source_info_shim):
-        assert shim.__doc__ is not None and "Tested with jax 0.10.2" in shim.__doc__
+def interrupted_search(wait):
+    with interrupt_after(wait), pytest.raises(KeyboardInterrupt):
+        choose_options(lambda n: (slow, X), {"n": [2, 1]})
 
 
-COMPARES = """
-import sys, jax, jax.numpy as jnp, effjax.memory
-def many(x):
-    for i in range(300):
-        x = jnp.sin(x @ x) + i
-    return x
-x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-effjax.memory.compare({str(n): many for n in range(4)}, x, progress=True)
-"""
+def failed_comparison(wait):
+    """Raise an error in one program while another is compiled."""
+
+    def fails(x):
+        wait()
+        raise ValueError("no good")
+
+    with pytest.raises(ValueError, match="no good"):
+        compare({"slow": slow, "fails": fails}, X)
+
+
+@contextlib.contextmanager
+def interrupt_after(wait):
+    """Send SIGINT to this thread when `wait` returns."""
+    caller = threading.get_ident()
+
+    def interrupt():
+        wait()
+        signal.pthread_kill(caller, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    yield
+    thread.join()
+
+
+@needs_gpu_compiler
+@vary("stop", [interrupted_plan, failed_comparison, interrupted_search])
+def test_a_compilation_that_is_not_needed_ends(stop, tmp_path, monkeypatch):
+    """The caller goes on, as a notebook does, and so does the server."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plan(jnp.sin, X)
+    server, compilers = process._servers["cuda"].process, []
+
+    def wait():
+        wait_until(lambda: is_compiling(tmp_path))
+        compilers.extend(descendants(server.pid))
+
+    stop(wait)
+    assert len(compilers) == 2  # the compiler, and what waits for it
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in compilers))
+    wait_until(lambda: not list(tmp_path.iterdir()))
+    assert server.poll() is None and plan(jnp.sin, X).fits
+    assert process._servers["cuda"].process is server
 
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_ctrl_c_ends_the_compilers(tmp_path):
-    # The signal goes to this process alone, as in a notebook.
-    env = os.environ | {"TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPARES]
-    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as parent:
-        wait_until(lambda: list(tmp_path.glob("effjax-plan-*/dump/*")))
-        parent.send_signal(signal.SIGINT)
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_the_compilers_of_a_command_end_with_it(number, code, tmp_path):
+    """On Ctrl-C, and at a time limit. The signal reaches the process of the command alone."""
+    pytest.importorskip("typer")
+    (tmp_path / "own_steps.py").write_text(STEPS)
+    (tmp_path / "tmp").mkdir()
+    command = [
+        sys.executable, "-c", "from effjax.cli import main; raise SystemExit(main())",
+        "memory", "step", "own_steps:steps", "--batch-size", "8",
+    ]  # fmt: skip
+    env = os.environ | {
+        "TMPDIR": str(tmp_path / "tmp"), "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "EFFJAX_COMPILERS": str(find_compiler("cuda").parent),
+    }  # fmt: skip
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True
+    ) as parent:
+        wait_until(lambda: is_compiling(tmp_path / "tmp"))
+        processes = descendants(parent.pid)
+        assert len(processes) == 3  # the server, the compiler, and what waits for it
+        parent.send_signal(number)
         _, err = parent.communicate(timeout=20)
-    assert "KeyboardInterrupt" in err and "at the peak" not in err
-    wait_until(lambda: not any(tmp_path.glob("effjax-plan-*")))
+    assert parent.returncode == code and "Traceback" not in err
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+    wait_until(lambda: not any((tmp_path / "tmp").glob("effjax-plan-*")))
