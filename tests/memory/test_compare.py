@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 
@@ -5,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from effjax.memory import Comparison, PlanError, compare
+from effjax.memory import Comparison, PlanError, compare, find_rates
 from tests.memory.conftest import f32
 from tests.programs import needs_gpu_compiler
 
@@ -18,11 +19,15 @@ def test_compare(capsys):
         "one": lambda x: x + 1,
         "three": (lambda x: jnp.stack([x, x + 1, x + 2]), f32(2048)),
     }
-    result = compare(programs, f32(1024), progress=True, target="a100-40", memory_fraction=0.5)
+    rates = dataclasses.replace(find_rates("a100-40"), memory=1e6)
+    result = compare(
+        programs, f32(1024), progress=True, target="a100-40", memory_fraction=0.5, rates=rates
+    )
     assert isinstance(result, Comparison) and list(result) == ["one", "three"]
     assert result["one"].peak_device_bytes == 4096 * 2
     assert result["three"].peak_device_bytes == 8192 * (1 + 3)
     assert all(p.target.name == "a100-40" and p.memory_fraction == 0.5 for p in result.values())
+    assert result["one"].step_seconds == pytest.approx(2 * 4096 / 1e6, rel=0.01)
     lines = str(result).splitlines()
     assert len(lines) == 8 and "modelled time" in lines[4]
     assert "1.000" in lines[1] and "4.000" in lines[2]

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import xla_bridge
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effjax
 from effjax.memory import Collective, PlanError, Transfer, plan
-from effjax.memory.compiler import process
 from effjax.memory.devices import find_target
 from tests.memory.conftest import f32, is_line_of, matmuls
 from tests.programs import needs_gpu_compiler
@@ -88,43 +88,21 @@ def test_fits(matmul_plan):
     assert not p.fits and "DOES NOT FIT" in str(p) and p.share > 1
 
 
-def test_donation_unused_arguments_and_compiler_options():
+def test_donation_constants_and_other_options():
     # The fusion of tanh and the product is disabled. Unused arguments count: they occupy memory.
-    p = plan(
-        lambda x, unused: jnp.tanh(x + 1) * 2,
-        f32(1024, 256), f32(2**20), donate_argnums=0,
-        compiler_options={"xla_disable_hlo_passes": "priority-fusion"},
-    )  # fmt: skip
-    assert p.device.aliased == p.device.outputs == MATRIX // 4
-    assert p.device.arguments == MATRIX // 4 + 4 * 2**20
-    assert "donate" not in str(p)
-    assert "wrapped_add" in p.hlo and "wrapped_tanh" in p.hlo
-
-
-def test_constants_static_arguments_and_float64():
     table = np.random.default_rng(0).normal(size=(512, 512))
     with jax.enable_x64(True):
         x = jax.ShapeDtypeStruct((512, 512), jnp.float64)
-        p = plan(lambda x, n: x @ table * n, x, 3, static_argnums=1)
-    assert p.device.outputs == table.nbytes == 8 * 512 * 512
+        p = plan(
+            lambda x, unused, n: jnp.tanh(jnp.sin(x @ table)) ** n,
+            x, f32(2**20), 2, donate_argnums=0, static_argnums=2,
+            compiler_options={"xla_disable_hlo_passes": "priority-fusion"},
+        )  # fmt: skip
+    assert p.device.aliased == p.device.outputs == table.nbytes == 8 * 512 * 512
     # Newer JAX versions pass large constants as arguments.
-    assert p.constant_bytes + p.device.arguments == 2 * table.nbytes
-    assert p.peak_device_bytes >= 3 * table.nbytes
-
-
-def test_convolution_gradient():
-    def conv(x, kernel):
-        return jax.lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-
-    def loss(x, kernel):
-        return jnp.sum(jnp.sin(conv(jnp.sin(conv(x, kernel)), kernel)))
-
-    p = plan(jax.grad(loss, (0, 1)), f32(8, 32, 32, 64), f32(3, 3, 64, 64))
-    assert "__cudnn$conv" in p.hlo
-    feature_map = 4 * 8 * 32 * 32 * 64
-    assert feature_map <= p.device.temporaries <= 8 * feature_map
+    assert p.constant_bytes + p.device.arguments == 2 * table.nbytes + 4 * 2**20
+    assert "donate" not in str(p)
+    assert "wrapped_sine" in p.hlo and "wrapped_tanh" in p.hlo
 
 
 @pytest.mark.exhaustive
@@ -181,13 +159,11 @@ def test_host_arguments_and_results_stream():
     assert not any(b.bytes == 16 * matrix and b.kind == "argument" for b in p.peak_buffers)
 
 
-def test_pinned_host_memory_limit(monkeypatch):
+def test_pinned_host_memory_limit(matmul_plan, monkeypatch):
     monkeypatch.setenv(HOST_MEMORY_VARIABLE, "1")
-    p = plan(
-        lambda x: jax.device_put(x[0], jax.memory.Space.Device) + 1,
-        on_host(1, 2**18, 1024, devices=2),
-    )
-    assert p.host_memory_bytes is None and p.peak_host_bytes == 2 * GIB and p.fits
+    host = dataclasses.replace(matmul_plan.host, arguments=GIB)
+    p = dataclasses.replace(matmul_plan, num_devices=2, host=host, host_memory_bytes=None)
+    assert p.peak_host_bytes == 2 * GIB and p.fits
     assert f"2.1 GB of pinned host memory (set {HOST_MEMORY_VARIABLE}=2 before JAX" in str(p)
     p = dataclasses.replace(p, host_memory_bytes=GIB)
     assert not p.fits
@@ -201,12 +177,16 @@ def counts(p):
 
 
 def test_in_shardings():
-    p = plan(lambda x: x.sum(0), f32(4096, 128), num_devices=8, in_shardings=P("data"))
-    assert p.num_devices == 8 and p.device.arguments == 4 * 4096 * 128 // 8
+    """Plan for more devices than there are, and leave JAX's backends as they were."""
+    x, devices = f32(4096, 128), jax.devices()
+    backends = set(xla_bridge._backends)
+    p = plan(lambda x: x.sum(0), x, num_devices=16, in_shardings=P("data"))
+    assert set(xla_bridge._backends) == backends and jax.devices() == devices
+    assert p.num_devices == 16 and p.device.arguments == 4 * 4096 * 128 // 16
     assert counts(p) == {"all-reduce": (512, 1)}
     assert isinstance(p.collectives[0], Collective)
     assert is_line_of(__file__, p.collectives[0].source)
-    assert "each of 8" in str(p) and "all-reduce" in str(p)
+    assert "each of 16" in str(p) and "all-reduce" in str(p)
 
 
 def test_collectives_in_a_loop(mesh8):
@@ -227,7 +207,7 @@ def test_collectives_in_a_loop(mesh8):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("target", ["h100", "b200", "a100-40", "l4"])
+@pytest.mark.parametrize("target", ["b200", "a100-40", "l4"])  # the others have h100, h200
 def test_target(target):
     p = plan(lambda x: jnp.tanh(x @ x), f32(256, 256), target=target)
     assert p.target.name == target and p.device.arguments == 4 * 256 * 256
@@ -272,18 +252,12 @@ def test_compiler_error():
         plan(jnp.sin, f32(8), compiler_options={"no_such_flag": True})
 
 
+@pytest.mark.exhaustive
 def test_kernel_that_the_compiler_does_not_know():
     other = lambda x: jax.ffi.ffi_call("my_kernel", f32(2, 1024))(x + 1)  # noqa: E731
     result = plan(other, f32(1024))
     assert result.device.outputs == 2 * 4096 and result.device.temporaries == 4096
     assert "my_kernel" in str(result.step_time.unknown_kernels)
-
-
-def test_compiler_that_dies(monkeypatch):
-    monkeypatch.setattr(process.sys, "executable", "/bin/false")
-    monkeypatch.setenv("EFFJAX_TEST", "1")  # starts another server
-    with pytest.raises(PlanError, match="ended with exit code 1: no message"):
-        plan(jnp.sin, f32(8))
 
 
 def test_rejects_python_callbacks():
@@ -310,16 +284,13 @@ def test_rejects_operators_with_a_partitioning_rule(mesh8, devices):
         plan(conv, *arguments)
 
 
-def test_operators_with_a_partitioning_rule_over_explicit_axes():
-    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    conv, arguments = deform_conv(mesh)
+@pytest.mark.exhaustive
+def test_operators_with_a_partitioning_rule():
+    """What the error message advises: over explicit axes, and in shard_map."""
+    conv, arguments = deform_conv(AbstractMesh((4,), ("data",), axis_types=(AxisType.Explicit,)))
     result = plan(conv, *arguments)
     assert result.num_devices == 4 and not result.collectives
     assert result.device.outputs == 4 * (4 * 4 * 4 * 2)  # float32 [4, 4, 4, 2]: a quarter
-
-
-@pytest.mark.exhaustive
-def test_operators_with_a_partitioning_rule_in_shard_map():
     mesh = abstract_mesh(16, "data")
     conv, arguments = deform_conv(mesh)
     mapped = jax.shard_map(conv, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
