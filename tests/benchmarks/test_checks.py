@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checks import kill, sass, soak
+from benchmarks.checks import sass, soak
 from effjax import native
 
 needs_tools = pytest.mark.skipif(
@@ -30,12 +30,6 @@ def test_soak_reports_growth():
     assert soak.has_grown(growth, 1.0) and not soak.has_grown(growth, 2.0)
     assert soak.has_grown(growth | {"compilations": 1}, 2.0)
     assert soak.has_grown(growth | {"descriptors": 1}, 2.0)
-
-
-def test_kill_reports_differences():
-    trial = kill.Trial([kill.Kill("save", 1.0)], same_parameters=True, same_metrics=False)
-    assert not trial.is_same
-    assert str(trial) == "killed after 1.0 s (save): parameters equal, metrics DIFFER"
 
 
 @pytest.mark.exhaustive

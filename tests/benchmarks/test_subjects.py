@@ -118,12 +118,12 @@ def test_dense_block():
 
 
 def test_kept_bytes_grow_slower_than_plain_autodiff():
-    result = depth.count_kept((2, 4, 8), 2)
+    result = depth.count_kept((2, 6), 2)
     exponents = {row["name"]: row["exponent"] for row in result.rows if "exponent" in row}
     assert exponents.keys() >= set(depth.BLOCKS)
     assert exponents['effjax save="features"'] < 1 < exponents["plain autodiff"]
     kept = {(row["name"], row["layers"]): row["kept_bytes"] for row in result.rows}
-    assert kept['effjax save="features"', 8] < kept["jax.checkpoint a layer", 8]
+    assert kept['effjax save="features"', 6] < kept["jax.checkpoint a layer", 6]
 
 
 @pytest.mark.exhaustive
@@ -415,8 +415,14 @@ def test_plain_roi_align():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 6, 7, 3)).astype(np.float32)
     boxes = rng.uniform(-2, 8, (2, 5, 4)).astype(np.float32)
-    want = effjax.roi_align(x, boxes, output_size=3, sampling_ratio=2)
-    np.testing.assert_allclose(tpu_sampling.plain_roi_align(x, boxes, 3, 2), want, atol=1e-5)
+
+    @jax.jit
+    def align(x, boxes):
+        expected = effjax.roi_align(x, boxes, output_size=3, sampling_ratio=2)
+        return tpu_sampling.plain_roi_align(x, boxes, 3, 2), expected
+
+    actual, expected = align(x, boxes)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_bytes_of_sampling_kernels():

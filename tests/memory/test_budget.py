@@ -335,12 +335,6 @@ def test_rejects_steps_without_examples():
         choose_options(lambda batch: (jnp.sin, f32(8)), {"batch": [2, 0]}, examples="batch")
 
 
-def test_a_missing_compiler_is_an_error(monkeypatch):
-    monkeypatch.setenv("EFFJAX_COMPILERS", "/dev/null/none")
-    with pytest.raises(PlanError, match="/dev/null"):
-        choose_options(lambda n: (jnp.sin, f32(n)), {"n": [3, 2, 1]})
-
-
 def stack_step(save, layers=8):
     """Return the gradients of a stack of layers that keep everything, or their inputs."""
 
@@ -377,10 +371,6 @@ def test_compiled_programs_and_their_cache(tmp_path, monkeypatch):
     for other in (dict(layers=9), dict(target="h100")):
         with pytest.raises(PlanError, match="exit code 1"):
             search(budget, **other)
-    for file in (tmp_path / "plans").iterdir():
-        file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(PlanError, match="exit code 1"):  # damaged files
-        search(budget)
 
 
 def test_cache_without_a_folder(tmp_path):
