@@ -63,7 +63,8 @@ def plan_model(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each GPU, with the fastest form that fits, or the offloaded one.
 
-    Each sequence is a microbatch: an offloaded layer is copied once for all of them.
+    Of forms within 2 % of the fastest, it is the one with the least on the host. Each sequence is a
+    microbatch: an offloaded layer is copied once for all of them.
     """
     config = FinetuneConfig(
         max_length=length, batch_size=batch, num_microbatches=batch, optimizer=optimizer  # pyright: ignore
@@ -101,11 +102,10 @@ def plan_model(
                 "step_seconds": seconds,
                 "tokens_per_second": batch * length / seconds,
             })  # fmt: skip
-        yield min(
-            (row for row in rows if row["fits"]),
-            key=lambda row: row["step_seconds"],
-            default=rows[-1],
-        )
+        fitting = [row for row in rows if row["fits"]]
+        fastest = min((row["step_seconds"] for row in fitting), default=0.0)
+        simplest = (row for row in fitting if row["step_seconds"] <= 1.02 * fastest)
+        yield next(simplest, rows[-1])
 
 
 def make_result(name: str, rows: list[dict[str, Any]], length: int, batch: str) -> Result:

@@ -531,8 +531,8 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             fused_update, offload_peers, offload_gh200, offload_largest, language_model, host_bytes,
             overlap, clipping, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
-            my_gpu, my_gpu_batches, my_quantized_gpu, published, published_tpu, published_memory, run_memory,
-            same_as_trl, torch_loop,
+            my_gpu, my_gpu_batches, my_quantized_gpu, published, published_tpu, published_memory,
+            run_memory, same_as_trl, torch_loop,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),

@@ -73,7 +73,7 @@ def test_sampler_in_every_transformation(name, context):
 
 
 @pytest.mark.parametrize("context", OTHER_TRANSFORMATIONS | VMAP)
-@pytest.mark.parametrize("name", NAMED_AXES)
+@vary("name", NAMED_AXES)
 def test_named_axis(name, context):
     check(NAMED_AXES[name](), (OTHER_TRANSFORMATIONS | VMAP)[context])
 
@@ -94,9 +94,7 @@ def test_variant(name, context, monkeypatch):
 
 
 @vary("how", ["shard_map", "vmap"])
-@pytest.mark.parametrize(
-    "name", [*NAMED_AXES, "linear_cross_entropy", "dot_product_attention", "deform_conv2d"]
-)
+@vary("name", [*NAMED_AXES, "linear_cross_entropy", "dot_product_attention", "deform_conv2d"])
 def test_different_parameters_per_device(name, how):
     subject = OPERATORS[name]()
 
