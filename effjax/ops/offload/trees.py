@@ -89,12 +89,21 @@ def partition(trainable: Any, tree: Tree) -> Partition:
     Args:
         trainable: ``(path, leaf) -> bool``, or a pytree of bools that is a prefix of `tree`.
         tree: the parameters.
+
+    Raises:
+        ValueError: if `trainable` is not a prefix of `tree`.
     """
     leaves, structure = jax.tree.flatten(tree)
     if isinstance(trainable, Callable):
         flags = jax.tree_util.tree_map_with_path(trainable, tree)
     else:
-        flags = jax.tree.broadcast(trainable, tree)
+        try:
+            flags = jax.tree.broadcast(trainable, tree)
+        except ValueError as error:
+            raise ValueError(
+                "`trainable` must be a function of a path and a leaf, or a pytree of bools that is "
+                f"a prefix of the parameters: {error}"
+            ) from error
     flags = jax.tree.leaves(flags)
     trained = [a if flag else None for a, flag in zip(leaves, flags, strict=True)]
     frozen = [None if flag else a for a, flag in zip(leaves, flags, strict=True)]

@@ -90,3 +90,8 @@ def test_gradients_of_frozen_parameters_are_zeros(name, params_in):
     want_dw = want_dw | jax.tree.map(jnp.zeros_like, frozen)
     assert_close((value, dw, dx), (want_value, want_dw, want_dx), rtol=1e-5, atol=1e-6)
     assert kinds(dw) == kinds(w)
+
+
+def test_rejects_flags_of_other_parameters():
+    with pytest.raises(ValueError, match="`trainable` must be .* a prefix of the parameters"):
+        offload_scan(layer, params(), inputs(), trainable={"a": True, "b": False})
