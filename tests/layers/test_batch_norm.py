@@ -149,6 +149,15 @@ def test_masked_values_are_ignored(flavor):
     assert_same(norm.stats, want, rtol=1e-5)
 
 
+def test_mask_along_one_of_two_feature_axes(flavor):
+    mask = np.random.default_rng(1).random((6, 4, 1)) < 0.7
+    norm = flavor(axis=(1, 2), momentum=0.0)
+    y = norm.train(X, mask=mask)
+    want = np.stack([X[mask[:, i, 0], i].mean(0) for i in range(4)])
+    np.testing.assert_allclose(norm.stats["mean"].reshape(4, 5), want, rtol=1e-5)
+    assert y.shape == X.shape
+
+
 def test_residual_activation_and_unbiased_variance(flavor):
     """The running variance is n/(n - 1) times that of the output (torch #22192)."""
     norm = flavor(momentum=0.0, unbiased_running_var=True, activation="relu")

@@ -406,6 +406,21 @@ def test_rejects_invalid_arguments():
 # States of linen.
 
 
+def test_train_state_updates_huge_arrays_by_rows(monkeypatch):
+    monkeypatch.setattr(row_update, "CHUNK_BYTES", 100)
+    table = jax.random.normal(jax.random.key(0), (40, 6))
+    params, tx = {"embed": {"table": table}, "scale": jnp.ones(6)}, momentum()
+    grads = jax.tree.map(lambda a: jnp.sin(3 * a), params)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    want = optax.apply_updates(params, updates)
+    on_host = [{**tree, "embed": effjax.to_host(tree["embed"])} for tree in (params, grads)]
+    state = OffloadTrainState.create(apply_fn=None, params=on_host[0], tx=tx)
+    update = effjax.offload_jit(lambda state, grads: state.apply_gradients(grads=grads))
+    got = update(state, on_host[1]).params
+    assert kinds(got["embed"]) == {"pinned_host"}
+    close(effjax.to_device(got), want)
+
+
 def test_train_state_updates_stack_layer_by_layer():
     """Lamb computes norms of the arrays of each layer, not of the stack."""
     model, tx = LinenModel(effjax.linen.OffloadModel(nn.Dense(6), num_layers=3)), optax.lamb(1e-2)

@@ -238,6 +238,15 @@ def test_stack_with_sharing_within_a_layer():
     chex.assert_trees_all_close(effjax.to_device(got), want, rtol=1e-5, atol=1e-6)
 
 
+def test_tuples_and_dicts():
+    layers = [lambda a, b: (a, a * b), lambda a, b: {"inputs": a + b}, nn.Dense(3)]
+    model, plain = OffloadModel(layers), nn.Sequential(layers)
+    variables = plain.init(KEY, X, X)
+    want: Any = plain.apply(variables, X, X)
+    y: Any = model.apply(on_host(variables), X, X)
+    np.testing.assert_allclose(y, want, rtol=1e-6)
+
+
 def test_rejects_a_single_layer_without_their_number():
     with pytest.raises(ValueError, match=r"`num_layers` \(=None\)"):
         OffloadModel(Block()).init(KEY, X)

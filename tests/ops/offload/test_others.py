@@ -169,6 +169,23 @@ def test_large_parameters_are_updated_in_chunks():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("tx", "is_chunked"),
+    [
+        (optax.MultiSteps(ADAMW, 2), True),
+        (optax.lion(1e-2), True),
+        (SGD, True),
+        (optax.sgd(optax.linear_schedule(0.5, 0.1, 3), momentum=0.9), True),
+        (optax.lars(1e-2), False),  # norms of whole parameters
+        (optax.contrib.muon(1e-2), False),
+        (optax.adafactor(1e-2, min_dim_size_to_factor=4), False),
+    ],
+)  # fmt: skip
+def test_optimizers_that_work_element_by_element_are_chunked(tx, is_chunked):
+    assert count_chunked(tx) == ((3, 0) if is_chunked else (0, 3))
+
+
+@pytest.mark.exhaustive
 def test_noise_differs_between_chunks():
     """Each chunk has its own key, and the key of the state advances as on the device."""
     tx = optax.chain(optax.identity(), optax.add_noise(1.0, 0.0, 0), optax.sgd(1.0))

@@ -299,6 +299,13 @@ def test_fused_update_on_the_device_saves_the_gradients():
     assert ours.peak_device_bytes <= state_bytes + rest
 
 
+@pytest.mark.exhaustive
+def test_no_copies_without_prefetch():
+    program = plan_step(ADAM, stacked(24), shape(8, WIDTH), shape(BATCH, 8), prefetch=0)
+    assert program.device.temporaries <= 8 * LAYER_BYTES + 16 * BOUNDARY_BYTES
+    assert program.host.temporaries <= 1.01 * 24 * BOUNDARY_BYTES
+
+
 VOCABULARY = 32 * WIDTH
 
 
@@ -348,6 +355,17 @@ def test_frozen_parameters_have_no_gradients_moments_or_copies(fuse_update):
         program.host.total <= bytes_of(w) + 4 * low + inputs
     )  # moments and gradients, and a spare
     assert program.device.temporaries <= 3 * bytes_of(w) / 16 + 16 * BOUNDARY_BYTES + LAYER_BYTES
+
+
+@pytest.mark.exhaustive
+def test_frozen_parameters_have_no_gradients_in_scan():
+    w, x = quantized(16), shape(BATCH, WIDTH)
+
+    def run(low, w, x):
+        return loss(offload_scan(low_rank_layer, {**w, "low": low}, x, trainable=is_low_rank))
+
+    program = plan(offload_jit(jax.grad(run), donate=False), w["low"], w, x)
+    assert program.host.total <= bytes_of(w) + 3 * bytes_of(w["low"]) + 16 * BOUNDARY_BYTES
 
 
 # Steps and updates of lists of layers.
