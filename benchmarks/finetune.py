@@ -17,7 +17,7 @@ from effjax.memory.plan import start_plan
 from effjax.memory.search.budget import argument_bytes
 from effjax.models import DecoderConfig
 from effjax.train.text.config import FinetuneConfig
-from effjax.train.text.plans import training_step
+from effjax.train.text.plans import FORMS, training_step
 
 from .language_model import QWEN3_8B
 from .language_model_table import QWEN3_14B, QWEN3_32B
@@ -31,16 +31,8 @@ GPUS = {
 MODELS = {"Qwen3-8B": QWEN3_8B, "Qwen3-14B": QWEN3_14B, "Qwen3-32B": QWEN3_32B}
 OPTIMIZERS = "adamw", "adamw8bit"
 # The fused forms, which need the least memory and are about as fast as the others.
-FORMS: dict[str, dict[str, Any]] = {
-    "jax.checkpoint, fused": {"offload": "none", "fuse_update": True},
-    "offload activations, fused": {"offload": "activations", "fuse_update": True},
-    "offload all, fused": {"offload": "all", "fuse_update": True},
-}
-OPTIONS = {
-    form: ("" if options["offload"] == "none" else f"--offload {options['offload']} ")
-    + "--fuse-update"
-    for form, options in FORMS.items()
-}
+IN_MEMORY, OFFLOADED = "jax.checkpoint, fused", "offload all, fused"
+OPTIONS = {IN_MEMORY: "--fuse-update", OFFLOADED: "--offload all --fuse-update"}
 LENGTH = 4096
 BATCHES = 8, 32  # sequences of a step that hides the copies: 32k and 131k tokens
 OWN_PROGRAM = "Qwen3-8B", "rtx4090"  # whose steps are compiled for the GPU itself
@@ -61,51 +53,48 @@ def plan_step(step: tuple[Any, ...], target: str) -> MemoryPlan:
 def plan_model(
     name: str, model: DecoderConfig, optimizer: str, gpus: dict[str, str], length: int, batch: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each GPU, with the fastest form that fits, or the offloaded one.
+    """Yield a row for each GPU: the form in device memory if it fits, or the offloaded one.
 
-    Of forms within 2 % of the fastest, it is the one with the least on the host. Each sequence is a
-    microbatch: an offloaded layer is copied once for all of them.
+    Each sequence is a microbatch: an offloaded layer is copied once for all of them.
     """
     config = FinetuneConfig(
         max_length=length, batch_size=batch, num_microbatches=batch, optimizer=optimizer  # pyright: ignore
     ).resolve()  # fmt: skip
     model = dataclasses.replace(model, dtype=config.param_dtype)
     steps = {
-        form: training_step(dataclasses.replace(config, **options), 1, model)
-        for form, options in FORMS.items()
+        form: training_step(dataclasses.replace(config, **FORMS[form]), 1, model)
+        for form in OPTIONS
     }
-    offloaded = [*FORMS][-1]
-    state = sum(argument_bytes(steps[offloaded][1:], 1))
+    state = sum(argument_bytes(steps[IN_MEMORY][1:], 1))
     for gpu, target in gpus.items():
         compiled_for = target if (name, target) == OWN_PROGRAM else COMPILED_FOR
         limit = int(0.75 * find_target(target).memory_bytes)
-        rows = []
-        for form, step in steps.items():
-            if form != offloaded and argument_bytes(step[1:], 1)[0] > limit:
+        for form in (IN_MEMORY, OFFLOADED):
+            if form == IN_MEMORY and state > limit:
                 continue
-            planned = plan_step(step, compiled_for)
-            seconds = step_time(planned.hlo, find_rates(target)).seconds
-            rows.append({
-                "name": f"{name}, {optimizer}, {gpu}" + f", {batch} sequences" * (batch > 1),
-                "model": name,
-                "optimizer": optimizer,
-                "gpu": gpu,
-                "batch_size": batch,
-                "form": form,
-                "options": OPTIONS[form],
-                "compiled_for": compiled_for,
-                "state_bytes": state,
-                "planned_device_bytes": planned.peak_device_bytes,
-                "planned_host_bytes": planned.peak_host_bytes,
-                "device_limit_bytes": limit,
-                "fits": planned.peak_device_bytes <= limit,
-                "step_seconds": seconds,
-                "tokens_per_second": batch * length / seconds,
-            })  # fmt: skip
-        fitting = [row for row in rows if row["fits"]]
-        fastest = min((row["step_seconds"] for row in fitting), default=0.0)
-        simplest = (row for row in fitting if row["step_seconds"] <= 1.02 * fastest)
-        yield next(simplest, rows[-1])
+            planned = plan_step(steps[form], compiled_for)
+            if planned.peak_device_bytes <= limit:
+                break
+        else:
+            form, planned = OFFLOADED, plan_step(steps[OFFLOADED], compiled_for)
+        seconds = step_time(planned.hlo, find_rates(target)).seconds
+        yield {
+            "name": f"{name}, {optimizer}, {gpu}" + f", {batch} sequences" * (batch > 1),
+            "model": name,
+            "optimizer": optimizer,
+            "gpu": gpu,
+            "batch_size": batch,
+            "form": form,
+            "options": OPTIONS[form],
+            "compiled_for": compiled_for,
+            "state_bytes": state,
+            "planned_device_bytes": planned.peak_device_bytes,
+            "planned_host_bytes": planned.peak_host_bytes,
+            "device_limit_bytes": limit,
+            "fits": planned.peak_device_bytes <= limit,
+            "step_seconds": seconds,
+            "tokens_per_second": batch * length / seconds,
+        }
 
 
 def make_result(name: str, rows: list[dict[str, Any]], length: int, batch: str) -> Result:
