@@ -547,20 +547,16 @@ def show(result: "Comparison | dict[str, MaxBatch]", options: PlanOptions) -> No
     from ..memory.render import MAX_ROWS
 
     if isinstance(result, Comparison):
-        plans = result
+        plans, records = result, result.to_dict()
         # Of several plans, show a comparison and fewer rows of each.
         reports = [plans.report()] if len(plans) > 1 or plans.errors else []
         rows = MAX_ROWS // 2 if len(plans) > 1 else MAX_ROWS
         reports += [plan.report(name, rows) for name, plan in plans.items()]
     else:
         plans = Comparison({name: largest.plan for name, largest in result.items()})
+        records = {name: largest.to_dict() for name, largest in result.items()}
         reports = [_largest_batches(result)]
     if options.json:
-        records = (
-            result.to_dict()
-            if isinstance(result, Comparison)
-            else {name: largest.to_dict() for name, largest in result.items()}
-        )
         print(json.dumps(records, indent=1))
     else:
         _print_reports(reports)
