@@ -1,11 +1,12 @@
-"""Embed, head and layers of small training steps, in the forms that the options need."""
+"""Small training steps with any options, and their comparison with training in memory."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from effjax import to_device
+from effjax import offload_jit, offload_train_step, to_device, to_host
 from tests.ops.offload import reference
 from tests.ops.offload.stacks import (
     BATCH,
@@ -13,6 +14,7 @@ from tests.ops.offload.stacks import (
     WIDTH,
     assert_close,
     dropout,
+    kinds,
     layer,
     low_rank_product,
     params,
@@ -156,33 +158,17 @@ def is_trained(path, leaf):
     return getattr(path[-1], "key", None) not in ("b", "kernel", "scale")
 
 
-# Options of training steps, and factors of the losses of their batches.
+# Training of both forms, "stack" and "list", with any options.
 
 MICROBATCHES = {"num_microbatches": 2}
 APART = {"fuse_update": False}
 FROZEN = {"trainable": is_trained, "trainable_others": lambda path, leaf: path[0].key == "u"}
+OF_STACKS = {"prefetch", "resident_slices"}
 SECOND_IS_NAN = 1.0, float("nan"), 1.0
-
-
-# Training of both forms, "stack" and "list", with any options.
-
-
-def make_functions(form, axis=None, **options):
-    """Return embed, the layers and head."""
-    names = "has_state", "head_has_aux", "weighted_loss"
-    run_embed, run_head = make_ends(axis, **{n: options[n] for n in names if n in options})
-    add_aux = with_aux if options.get("has_aux") else lambda layer: layer
-    layers = add_aux(layer) if form == "stack" else list(map(add_aux, DIFFERENT))
-    return run_embed, layers, run_head
 
 
 def make_params(form):
     return params() if form == "stack" else different_params()
-
-
-def make_options(form, **options):
-    """Return the options with those that the form needs: a list has integer parameters."""
-    return options if form == "stack" else {"trainable": is_trained, **options}
 
 
 def make_batches(tokens, factors):
@@ -190,11 +176,71 @@ def make_batches(tokens, factors):
     return [{"tokens": tokens, "factor": jnp.ones(tokens.size).at[-1].set(a)} for a in factors]
 
 
-def train_in_memory(form, batches, tx=ADAMW, key=None, compiled=False, **options):
-    """Train with the options that change results; the other ones are ignored."""
-    options = make_options(form, **options)
-    return reference.train(
-        *make_functions(form, **options), tx, make_params(form), others(), batches,
-        key=key, compiled=compiled, model_state=model_state() if options.get("has_state") else (),
-        **{name: a for name, a in options.items() if name in reference.Options._fields},
-    )  # fmt: skip
+def make_training(form, *, tx=ADAMW, tokens=TOKENS, factors=(1.0, 1.0), axis=None, **options):
+    """Return the arguments and the options of `train` and `reference.train`."""
+    names = "has_state", "head_has_aux", "weighted_loss"
+    run_embed, run_head = make_ends(axis, **{n: options[n] for n in names if n in options})
+    add_aux = with_aux if options.get("has_aux") else lambda layer: layer
+    run_layers = add_aux(layer)
+    if form == "list":  # with integer parameters
+        run_layers = list(map(add_aux, DIFFERENT))
+        options = {"trainable": is_trained} | {n: options[n] for n in options.keys() - OF_STACKS}
+    if options.get("has_state"):
+        options["model_state"] = model_state()
+    batches = make_batches(tokens, factors)
+    return (run_embed, run_layers, run_head, tx, make_params(form), others(), batches), options
+
+
+def start(embed, layer, head, tx, layers, others, *, model_state=(), **options):
+    """Return the first state and the compiled step."""
+    init, step = offload_train_step(embed, layer, head, tx, **options)
+    layers = layers if options.get("params_in") == "device" else to_host(layers)
+    others = to_host(others) if options.get("others_in") == "host" else others
+    return init(layers, others, model_state), offload_jit(step)
+
+
+def train(*args, key=None, **options):
+    """Take the steps of `reference.train`; return the losses and the result of the last step."""
+    *args, batches = args
+    state, step = start(*args, **options)
+    losses = []
+    for i, batch in enumerate(batches):
+        before = state
+        result = step(state, batch, None if key is None else jax.random.fold_in(key, i))
+        assert all(a.is_deleted() for a in jax.tree.leaves(before))
+        state = result.state
+        losses.append(result.loss)
+    return losses, result
+
+
+def check(*args, tolerance=1e-9, want=None, compiled=False, **options):
+    """Compare with training in memory, and check the memory of the state, which is returned."""
+    want = want or reference.train(*args, compiled=compiled, **options)
+    losses, result = train(*args, **options)
+    assert_trained(losses, result, want, tolerance)
+    assert_places(result.state, **options)
+    return result.state
+
+
+def assert_trained(losses, result, want, tolerance, *, norm=True):
+    state = result.state
+    got = losses, state.layers, state.others, state.model_state
+    assert_close(got, want[:4], tolerance)
+    got = result.aux, result.head_aux, state.grad_norm
+    assert_close(got, (want.aux, want.head_aux, want.last_norm), tolerance)
+    if norm:
+        assert_close(result.grad_norm, want.grad_norm, tolerance)
+    assert result.finite == np.isfinite(result.grad_norm).all()
+    if state.loss_scale:
+        assert state.loss_scale.scale == want.loss_scales[-1]
+
+
+def assert_places(state, params_in="host", others_in="device", **options):
+    """Check the memory of parameters and moments; counts are on the device."""
+    memory = {"host": {"pinned_host"}, "device": {"device"}}
+    count_ndim = 0 if isinstance(state.layers, (list, tuple)) else 1
+    moments = [a for a in jax.tree.leaves(state.layers_state) if a.ndim > count_ndim]
+    assert kinds(state.layers) == memory[params_in] and kinds(moments) <= memory[params_in]
+    moments = [a for a in jax.tree.leaves(state.others_state) if a.ndim]
+    assert kinds(state.others) == memory[others_in] and kinds(moments) <= memory[others_in]
+    assert kinds(state.model_state) <= {"device"}

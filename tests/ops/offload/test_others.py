@@ -1,30 +1,18 @@
 """Parameters of embed and head in host memory: the same results as on the device, to the bit."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 from effjax import OffloadState, linear_cross_entropy, offload_jit, offload_train_step, to_host
 from effjax.memory import plan
 from effjax.ops.offload import compiled, row_update
-from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
-from tests.contexts import mesh_of
+from effjax.optimizers import adamw_8bit, in_float32
+from tests.ops.offload import reference, steps
 from tests.ops.offload import test_plans as plans
-from tests.ops.offload.stacks import (
-    KEY,
-    LAYERS,
-    WIDTH,
-    assert_equal_bits,
-    kinds,
-    on,
-    to_numpy,
-)
+from tests.ops.offload.stacks import KEY, LAYERS, WIDTH, assert_equal_bits, to_numpy
 from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others
 from tests.programs import needs_gpu_compiler
 from tests.tiers import vary
@@ -46,8 +34,9 @@ def exact(monkeypatch):
     monkeypatch.setattr(compiled, "_compile", lambda lowered, options: lowered.compile(EXACT))
 
 
-def with_scalar():
-    return {**others(), "scale": jnp.ones(WIDTH), "unused": 0.1 * jnp.ones((30, WIDTH))}
+def with_scalar(dtype="float32"):
+    w = {**others(), "scale": jnp.ones(WIDTH), "unused": 0.1 * jnp.ones((30, WIDTH))}
+    return jax.tree.map(lambda a: a.astype(dtype), w)
 
 
 def shift(w, x, key):
@@ -59,33 +48,16 @@ def scaled_head(others, x, batch, key):
 
 
 def train(
-    where, tx=ADAMW, w=None, embed=embed, head=scaled_head, layers=shift, steps=3, **options
+    where, tx=ADAMW, w=None, embed=embed, head=scaled_head, layers=shift, num_steps=3, **options
 ):  # fmt: skip
     """Return (losses, layers, others, state of the others, norm of the gradients)."""
-    init, step = offload_train_step(embed, layers, head, tx, others_in=where, **options)
-    w = with_scalar() if w is None else w
     stack = {"c": 0.1 * jnp.ones((LAYERS, WIDTH))}
     if isinstance(layers, list):
-        stack = [jax.tree.map(lambda a, i=i: a[i], stack) for i in range(LAYERS)]
-    if options.get("params_in") != "device":
-        stack = to_host(stack)
-    state = init(stack, to_host(w) if where == "host" else w)
-    step, losses = offload_jit(step), []
-    for _ in range(steps):
-        before = state.layers, state.others
-        state, loss, *_ = step(state, TOKENS)
-        losses.append(loss)
-        assert all(a.is_deleted() for a in jax.tree.leaves(before))
-    kind = {"host": "pinned_host", "device": "device"}[where]
-    arrays = [a for a in jax.tree.leaves(state.others_state) if a.ndim]
-    assert kinds(state.others) == {kind} and kinds(arrays) <= {kind}
+        stack = reference.unstack(stack, LAYERS)
+    args = embed, layers, head, tx, stack, with_scalar() if w is None else w, [TOKENS] * num_steps
+    losses, (state, *_) = steps.train(*args, others_in=where, **options)
+    steps.assert_places(state, others_in=where, **options)
     return to_numpy((losses, state.layers, state.others, state.others_state, state.grad_norm))
-
-
-def count_chunked(tx, w=None):
-    """Return how many parameters are updated in chunks, and how many on their own but whole."""
-    large = row_update.plan_rows(tx, with_scalar() if w is None else w).large.values()
-    return sum(bool(leaf.factors) for leaf in large), sum(not leaf.factors for leaf in large)
 
 
 def tied_head(others, x, batch, key):
@@ -116,10 +88,6 @@ def summed_head(others, x, batch, key):
     return scaled_head(others, x, batch, key) * weight, weight
 
 
-def in_bfloat16():
-    return jax.tree.map(lambda a: a.astype(jnp.bfloat16), with_scalar())
-
-
 SGD = optax.sgd(0.5, momentum=0.9)  # unlike Adam, it depends on the size of the gradients
 ADAM_8BIT = adamw_8bit(1e-2, block_size=3, min_size=1)
 STEPS = {
@@ -138,7 +106,7 @@ STEPS = {
         "tx": ADAM_8BIT, "w": wide(), "embed": wide_embed, "head": head, "clip_norm": 0.1,
         "clip_by": "layer", "num_microbatches": 2,
     },
-    "bfloat16": {"tx": in_float32(ADAMW), "w": in_bfloat16(), "embed": wide_embed},
+    "bfloat16": {"tx": in_float32(ADAMW), "w": with_scalar("bfloat16"), "embed": wide_embed},
     "list clipped": {"layers": [shift] * LAYERS, "fuse_update": False, "clip_norm": 0.1},
     "deep embed, layers on the device": {
         "w": deep(), "embed": deep_embed, "num_microbatches": 2, "params_in": "device"
@@ -157,32 +125,10 @@ def test_training_equals_others_on_the_device(name, exact):
     assert_equal_bits(train("host", **STEPS[name]), train("device", **STEPS[name]))
 
 
-def test_large_parameters_are_updated_in_chunks():
-    assert count_chunked(ADAMW) == (3, 0)
-    rounded = optax.chain(in_float32(ADAMW), stochastic_rounding(0))
-    assert count_chunked(rounded, in_bfloat16()) == (3, 0)
-    assert count_chunked(optax.lamb(1e-2)) == (0, 3)
+def test_last_chunk_has_the_rest_of_the_rows():
     leaf = row_update.plan_rows(ADAMW, with_scalar()).large[0]
     assert leaf.num_rows // leaf.size >= 2 and leaf.num_rows % leaf.size
     assert leaf.factors == [1, 1, 1]
-    assert count_chunked(ADAM_8BIT, wide()) == (2, 0)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("tx", "is_chunked"),
-    [
-        (optax.MultiSteps(ADAMW, 2), True),
-        (optax.lion(1e-2), True),
-        (SGD, True),
-        (optax.sgd(optax.linear_schedule(0.5, 0.1, 3), momentum=0.9), True),
-        (optax.lars(1e-2), False),  # norms of whole parameters
-        (optax.contrib.muon(1e-2), False),
-        (optax.adafactor(1e-2, min_dim_size_to_factor=4), False),
-    ],
-)  # fmt: skip
-def test_optimizers_that_work_element_by_element_are_chunked(tx, is_chunked):
-    assert count_chunked(tx) == ((3, 0) if is_chunked else (0, 3))
 
 
 @pytest.mark.exhaustive
@@ -191,10 +137,10 @@ def test_noise_differs_between_chunks():
     tx = optax.chain(optax.identity(), optax.add_noise(1.0, 0.0, 0), optax.sgd(1.0))
     w = {"e": jnp.zeros((13, WIDTH)), "u": jnp.zeros((WIDTH, 17))}
     options = {
-        "w": w, "steps": 1, "embed": lambda others, batch, key: others["e"][batch],
+        "w": w, "num_steps": 1, "embed": lambda others, batch, key: others["e"][batch],
         "head": lambda others, x, batch, key: 0.0 * jnp.sum(x),
     }  # fmt: skip
-    assert count_chunked(tx, w)[0] == 2
+    assert all(leaf.factors for leaf in row_update.plan_rows(tx, w).large.values())
     got, expected = (train(where, tx, **options) for where in ("host", "device"))
     assert_equal_bits(got[3], expected[3])
     assert len(np.unique(got[2]["e"])) == got[2]["e"].size
@@ -260,52 +206,3 @@ def test_initial_state_is_streamed():
     program = plan(offload_jit(init, donate=False), others)
     assert program.peak_device_bytes <= 1.01 * TABLE_BYTES
     assert program.host.temporaries == 0
-
-
-# Several devices.
-
-
-def train_over(mesh, where, specs, wrap=lambda f: f, mean=lambda x: x, **options):
-    init, step = offload_train_step(
-        lambda others, batch, key: jax.nn.one_hot(batch, 16) @ others["e"], shift,
-        lambda others, x, batch, key: mean(
-            optax.softmax_cross_entropy(x @ others["u"], jax.nn.one_hot(batch, 11)).mean()
-        ),
-        optax.adam(1e-2), others_in=where, **options,
-    )  # fmt: skip
-    w = {"e": jax.random.normal(KEY, (16, WIDTH)), "u": others()["u"]}
-    place = lambda a, spec: jax.device_put(a, on(mesh, spec, where == "host"))  # noqa: E731
-    w = {name: place(a, specs[name]) for name, a in w.items()}
-    layers = {"c": 0.1 * jnp.ones((2, WIDTH))}
-    state = init(jax.device_put(layers, on(mesh, P(), True)), w)
-    batch = jax.device_put(jnp.arange(32) % 11, on(mesh, P("i")))
-    run = offload_jit(wrap(step))
-    for _ in range(2):
-        state, loss, *_ = run(state, batch)
-    return state, loss, run
-
-
-CLIPPED = {"fuse_update": False, "clip_norm": 0.1}
-
-
-@pytest.mark.exhaustive
-def test_jit_over_mesh_with_sharded_parameters(exact):
-    specs = {"e": P("i"), "u": P(None)}
-    mesh = mesh_of((8,), ("i",))
-    with jax.set_mesh(mesh):
-        got = train_over(mesh, "host", specs, **CLIPPED)
-        expected = train_over(mesh, "device", specs, **CLIPPED)
-    assert_equal_bits(to_numpy(got[:2]), to_numpy(expected[:2]))
-    for a in (got[0].others["e"], got[0].others_state[0].mu["e"]):
-        assert a.sharding.is_equivalent_to(on(mesh, specs["e"], True), a.ndim)
-
-
-@pytest.mark.exhaustive
-def test_shard_map(exact):
-    mesh, whole = mesh_of((8,), ("i",)), {"e": P(), "u": P()}
-    specs = {"in_specs": (P(), P("i")), "out_specs": P()}
-    wrap = functools.partial(jax.shard_map, mesh=mesh, **specs)
-    mean = lambda x: lax.pmean(x, "i")  # noqa: E731
-    got = train_over(mesh, "host", whole, wrap, mean, num_microbatches=2, **CLIPPED)
-    expected = train_over(mesh, "device", whole, wrap, mean, num_microbatches=2, **CLIPPED)
-    assert_equal_bits(to_numpy(got[:2]), to_numpy(expected[:2]))

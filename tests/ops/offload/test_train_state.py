@@ -11,7 +11,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 from effjax import offload_jit, offload_train_step, to_host
 from effjax.ops.offload.train_state import GROWTH_INTERVAL, LossScale, next_loss_scale
-from tests.ops.offload import reference
+from tests.ops.offload import reference, steps
 from tests.ops.offload.stacks import (
     BATCH,
     KEY,
@@ -23,80 +23,49 @@ from tests.ops.offload.stacks import (
     params,
     to_numpy,
 )
-from tests.ops.offload.steps import (
-    ADAMW,
-    DIFFERENT,
-    TOKENS,
-    different_params,
-    embed,
-    head,
-    is_trained,
-    make_batches,
-    make_ends,
-    model_state,
-    others,
-    shifted,
-    wide,
-)
+from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, make_batches, make_training, others
 from tests.tiers import vary
 
 SGD = optax.sgd(0.5, momentum=0.9)
-ADAM = optax.adam(1e-2)
-BATCH_OF_ONES = make_batches(TOKENS, [1.0])[0]
-
-
-def make(tx=ADAMW, layer=layer, has_state=False, **options):
-    names = "head_has_aux", "weighted_loss"
-    run_embed, run_head = make_ends(
-        has_state=has_state, **{n: options[n] for n in names if n in options}
-    )
-    return offload_train_step(run_embed, layer, run_head, tx, has_state=has_state, **options)
 
 
 # Arrays of the state.
 
 
 def test_first_step_donates_layers_only():
-    init, step = make(has_state=True)
-    w, kept = to_host(params()), (others(), model_state())
-    state, *_ = offload_jit(step)(init(w, *kept), BATCH_OF_ONES)
+    args, options = make_training("stack", has_state=True)
+    *functions, layers, others, (batch, _) = args
+    init, step = offload_train_step(*functions, has_state=True)
+    w, kept = to_host(layers), (others, options["model_state"])
+    state, *_ = offload_jit(step)(init(w, *kept), batch)
     assert not any(a.is_deleted() for a in jax.tree.leaves(kept))
     assert all(a.is_deleted() for a in jax.tree.leaves(w))
     assert int(state.model_state["batches"]) == 1
 
 
 def test_resumed_run_is_equal_to_the_bit():
-    init, step = make(
-        SGD, clip_norm=0.1, clip_by="previous", fuse_update=False, loss_scale=8.0, has_state=True
-    )
-    step = offload_jit(step)
+    (*args, batches), options = make_training(
+        "stack", tx=SGD, clip_norm=0.1, clip_by="previous", fuse_update=False, loss_scale=8.0,
+        has_state=True,
+    )  # fmt: skip
 
-    def start():
-        return init(to_host(params()), others(), model_state())
-
-    def run(state, steps):
-        for i in steps:
-            state, *_ = step(state, BATCH_OF_ONES, jax.random.fold_in(KEY, i))
+    def run(state, indices):
+        for i in indices:
+            state, *_ = step(state, batches[0], jax.random.fold_in(KEY, i))
         return state
 
-    whole = run(start(), range(4))
-    saved = to_numpy(run(start(), range(2)))
-    resumed = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), saved, start())
-    assert_equal_bits(run(resumed, range(2, 4)), whole)
+    first, step = steps.start(*args, **options)
+    saved = to_numpy(run(first, range(2)))
+    first, _ = steps.start(*args, **options)
+    resumed = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), saved, first)
+    assert_equal_bits(run(resumed, range(2, 4)), run(first, range(4)))
 
 
 def test_frozen_layers_of_a_tuple_have_no_optimizer_state():
-    w = different_params()
-    init, step = offload_train_step(
-        embed, tuple(DIFFERENT), head, ADAMW, trainable=(True, True, False, False)
-    )
-    state = init(to_host(tuple(w)), others())
-    state, *_ = offload_jit(step)(state, TOKENS)
+    args = embed, tuple(steps.DIFFERENT), head, ADAMW, tuple(steps.different_params()), others()
+    state = steps.check(*args, [TOKENS], tolerance=5e-6, trainable=(True, True, True, False))
     assert isinstance(state.layers, tuple)
-    for i in (2, 3):
-        jax.tree.map(np.testing.assert_array_equal, state.layers[i], w[i])
-        assert all(a.ndim == 0 for a in jax.tree.leaves(state.layers_state[i]))
-    assert (np.asarray(state.layers[0]["a"]) != np.asarray(w[0]["a"])).any()
+    assert all(a.ndim == 0 for a in jax.tree.leaves(state.layers_state[3]))
 
 
 def test_layer_inputs_are_a_pytree_with_integers():
@@ -111,60 +80,55 @@ def test_layer_inputs_are_a_pytree_with_integers():
         h = layer(w, x["h"], key) + 0.1 * x["skip"]
         return {"h": h, "skip": x["skip"] * 0.9, "n": x["n"] + 1}
 
-    functions, batch = (run_embed, run_layer, run_head), {"tokens": TOKENS, "n": TOKENS % 3}
-    init, step = offload_train_step(*functions, ADAMW, num_microbatches=2)
-    state, loss, *_ = offload_jit(step)(init(to_host(params(2)), others()), batch)
-    want = reference.train(
-        *functions, ADAMW, params(2), others(), [batch], num_microbatches=2, compiled=True
-    )
-    assert_close((loss, state.layers, state.others), (want.losses[0], *want[1:3]), 5e-6)
+    batch = {"tokens": TOKENS, "n": TOKENS % 3}
+    args = run_embed, run_layer, run_head, ADAMW, params(2), others(), [batch]
+    steps.check(*args, tolerance=5e-6, num_microbatches=2, compiled=True)
 
 
 def test_frozen_integer_others():
-    init, step = offload_train_step(
-        lambda others, batch, key: others["codes"].astype(jnp.float32)[batch] * 0.1, layer,
-        lambda others, x, batch, key: jnp.mean(x**2), ADAMW, trainable_others=False,
-    )  # fmt: skip
-    codes = jnp.arange(11 * WIDTH, dtype=jnp.int8).reshape(11, WIDTH)
-    state, *_ = offload_jit(step)(init(to_host(params()), {"codes": codes}), TOKENS)
-    np.testing.assert_array_equal(state.others["codes"], codes)
+    def run_embed(others, batch, key):
+        return others["codes"].astype(jnp.float32)[batch] * 0.1
+
+    codes = {"codes": jnp.arange(11 * WIDTH, dtype=jnp.int8).reshape(11, WIDTH)}
+    args = run_embed, layer, lambda others, x, batch, key: jnp.mean(x**2), ADAMW, params(), codes
+    steps.check(*args, [TOKENS], tolerance=5e-6, trainable_others=False)
 
 
 @pytest.mark.exhaustive
 def test_closed_over_array_is_constant():
     def run(scale):
-        layers = [lambda w, x, key: scale * wide(w, x, key), *DIFFERENT[1:]]
-        init, step = offload_train_step(embed, layers, head, ADAMW, trainable=is_trained)
-        state, loss, *_ = step(init(to_host(different_params()), others()), TOKENS)
+        layers = [lambda w, x, key: scale * steps.wide(w, x, key), *steps.DIFFERENT[1:]]
+        init, step = offload_train_step(embed, layers, head, ADAMW, trainable=steps.is_trained)
+        state, loss, *_ = step(init(to_host(steps.different_params()), others()), TOKENS)
         return loss, state.layers
 
     assert_close(jax.jit(run)(jnp.float32(0.5)), run(0.5), 5e-6)
 
 
 def test_empty_batch():
-    def run_head(others, x, batch, key):
-        return jnp.sum(x)
-
-    init, step = offload_train_step(
-        embed, DIFFERENT, run_head, optax.sgd(0.1), trainable=is_trained
+    *functions, tx, layers, others, _ = make_training("list", tx=optax.sgd(0.1))[0]
+    functions[2] = lambda others, x, batch, key: jnp.sum(x)
+    batch = make_batches(TOKENS[:1], [1.0])[0]
+    batches = [jax.tree.map(lambda a: a[:0], batch)]
+    losses, (state, *_) = steps.train(
+        *functions, tx, layers, others, batches, trainable=steps.is_trained
     )
-    state, loss, *_ = offload_jit(step)(init(to_host(different_params()), others()), TOKENS[:0])
-    assert loss == 0
-    jax.tree.map(np.testing.assert_array_equal, state.layers, different_params())
+    assert losses == [0]
+    jax.tree.map(np.testing.assert_array_equal, state.layers, layers)
 
 
 # Values that are not finite.
 
 
 def test_skip_nonfinite_keeps_the_whole_state():
-    init, step = make(
-        SGD, fuse_update=False, skip_nonfinite=True, has_state=True, num_microbatches=2,
-        clip_norm=0.1, clip_by="previous",
+    (*args, _), options = make_training(
+        "stack", tx=SGD, fuse_update=False, skip_nonfinite=True, has_state=True,
+        num_microbatches=2, clip_norm=0.1, clip_by="previous",
     )  # fmt: skip
-    state, run = init(to_host(params()), others(), model_state()), offload_jit(step)
+    state, step = steps.start(*args, **options)
     for factor in (1.0, 1e38, jnp.inf, jnp.nan, 1.0):
         before = to_numpy(state)
-        state, loss, *_ = run(state, make_batches(TOKENS, [100 * factor])[0])
+        state, loss, *_ = step(state, make_batches(TOKENS, [100 * factor])[0])
         if factor == 1:
             assert np.any(np.asarray(state.layers["a"]) != before.layers["a"])
         else:
@@ -173,11 +137,14 @@ def test_skip_nonfinite_keeps_the_whole_state():
 
 
 def test_infinite_norm_is_not_stored():
-    init, step = make(optax.sgd(1e-26), clip_norm=0.1, clip_by="previous")
-    state, step = init(to_host(params()), others()), offload_jit(step)
+    factors = 1.0, 1e25, jnp.inf, jnp.nan  # the gradients of 1e25 are finite
+    (*args, batches), options = make_training(
+        "stack", tx=optax.sgd(1e-26), factors=factors, clip_norm=0.1, clip_by="previous"
+    )
+    state, step = steps.start(*args, **options)
     norms = []
-    for factor in (1.0, 1e25, jnp.inf, jnp.nan):  # the gradients of 1e25 are finite
-        state, *_ = step(state, make_batches(TOKENS, [factor])[0])
+    for factor, batch in zip(factors, batches, strict=True):
+        state, *_ = step(state, batch)
         norms.append(float(state.grad_norm))
         if factor == 1e25:
             assert all(np.isfinite(a).all() for a in jax.tree.leaves(state.layers))
@@ -227,43 +194,32 @@ def test_next_loss_scale_matches_flax(scale, steps, finite):
 # Half precision.
 
 
-def half(tree):
-    return jax.tree.map(lambda a: a.astype(jnp.float16), tree)
+def cast(tree, dtype):
+    return jax.tree.map(lambda a: a.astype(dtype), tree)
 
 
 def half_embed(others, batch, key):
-    return half(others["e"])[batch]
+    return cast(others["e"], "float16")[batch]
 
 
 def half_layer(w, x, key):
-    return layer(half(w), x, key)
+    return layer(cast(w, "float16"), x, key)
 
 
 def half_head(others, x, batch, key):
-    return head(half(others), x.astype(jnp.float16), batch, key).astype(jnp.float32)
+    return head(cast(others, "float16"), x.astype(jnp.float16), batch, key).astype(jnp.float32)
 
 
 @vary(
     ("dtype", "options"),
-    [(jnp.float32, {"compute_dtype": jnp.float16, "clip_norm": 0.05}), (jnp.float16, {})],
-    ids=["compute_dtype", "float16 parameters"],
+    [("float32", {"compute_dtype": jnp.float16, "clip_norm": 0.05}), ("float16", {})],
 )
 def test_loss_scale_in_float16(dtype, options):
     """The first scale is too large for the gradients, several times over."""
-    functions, options = (half_embed, half_layer, half_head), {"loss_scale": 2.0**24, **options}
-    w, other = (jax.tree.map(lambda a: a.astype(dtype), tree) for tree in (params(), others()))
-    want = reference.train(*functions, ADAMW, w, other, [TOKENS] * 12, compiled=True, **options)
-    init, step = offload_train_step(*functions, ADAMW, fuse_update=False, **options)
-    state, step, skipped = init(to_host(w), other), offload_jit(step), 0
-    for i in range(12):
-        before = to_numpy(state)
-        state, *_ = step(state, TOKENS)
-        assert state.loss_scale.scale == want.loss_scales[i]
-        if state.loss_scale.scale < before.loss_scale.scale:
-            assert_equal_bits(state[:4], before[:4])
-            skipped += 1
-    assert_close((state.layers, state.others), want[1:3], 2e-3)
-    assert 2 <= skipped <= 10
+    args = half_embed, half_layer, half_head, ADAMW, *cast((params(), others()), dtype)
+    options = {"loss_scale": 2.0**24, "fuse_update": False, **options}
+    state = steps.check(*args, [TOKENS] * 12, tolerance=2e-3, compiled=True, **options)
+    assert 2.0**14 <= state.loss_scale.scale <= 2.0**22
 
 
 @pytest.mark.exhaustive
@@ -274,15 +230,13 @@ def test_compute_dtype_of_different_layers():
     def run_head(others, x, batch, key):
         return head(others, x.astype(jnp.float32), batch, key)
 
-    functions, w = (run_embed, DIFFERENT, run_head), different_params()
-    options = {"compute_dtype": jnp.bfloat16, "trainable": is_trained}
+    w = steps.different_params()
     sgd = optax.sgd(1.0)  # the updates are the gradients
-    init, step = offload_train_step(*functions, sgd, **options)
-    state, loss, *_ = offload_jit(step)(
-        init(to_host(w), others()), TOKENS, jax.random.fold_in(KEY, 0)
-    )
-    want = reference.train(*functions, sgd, w, others(), [TOKENS], key=KEY, **options)
-    assert_close(loss, want.losses[0], 2e-2)
+    args = run_embed, steps.DIFFERENT, run_head, sgd, w, others(), [TOKENS]
+    options = {"compute_dtype": jnp.bfloat16, "trainable": steps.is_trained, "key": KEY}
+    losses, (state, *_) = steps.train(*args, **options)
+    want = reference.train(*args, **options)
+    assert_close(losses, want.losses, 2e-2)
     updates = jax.tree.map(np.subtract, to_numpy((state.layers, want.layers)), to_numpy((w, w)))
     for a, b in zip(*map(jax.tree.leaves, updates), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-2 * np.abs(b).max())
@@ -294,13 +248,13 @@ def test_compute_dtype_of_different_layers():
 
 def test_weights_add_up_to_zero():
     """The loss and the gradients are 0, and not NaN."""
-    init, step = make(
-        SGD, weighted_loss=True, num_microbatches=4, fuse_update=False, skip_nonfinite=True
+    args, options = make_training(
+        "stack", tokens=jnp.zeros(BATCH, int), tx=SGD, weighted_loss=True, num_microbatches=4,
+        fuse_update=False, skip_nonfinite=True,
     )  # fmt: skip
-    batch = {**BATCH_OF_ONES, "tokens": jnp.zeros(BATCH, int)}
-    state, loss, *_ = offload_jit(step)(init(to_host(params()), others()), batch)
-    assert loss == 0
-    assert_close((state.layers, state.others), (params(), others()), 0)
+    losses, (state, *_) = steps.train(*args, **options)
+    assert losses == [0, 0]
+    assert_close((state.layers, state.others), args[4:6], 0)
 
 
 def test_weight_is_not_differentiated():
@@ -331,11 +285,12 @@ def test_weights_do_not_cost_another_forward_pass():
     """XLA removes the logits from the loop that computes the weights."""
 
     def products(weighted_loss):
-        init, step = make(
-            SGD, weighted_loss=weighted_loss, has_state=True, head_has_aux=True, num_microbatches=4
-        )
-        state = init(to_host(params()), others(), model_state())
-        text = jax.jit(step).lower(state, BATCH_OF_ONES).compile().as_text()
+        (*args, (batch, _)), options = make_training(
+            "stack", tx=SGD, weighted_loss=weighted_loss, has_state=True, head_has_aux=True,
+            num_microbatches=4,
+        )  # fmt: skip
+        state, step = steps.start(*args, **options)
+        text = jax.jit(step).lower(state, batch).compile().as_text()
         return len(re.findall(r" dot\(|custom_call_target=\"[^\"]*(?:matmul|dot)", text))
 
     assert products(True) == products(False) > 0
@@ -351,97 +306,74 @@ def changed(**entries):
 
 def end_with(*results):
     """Return a head with other results than its options describe."""
-    return {"head": lambda others, x, batch, key: results[0] if len(results) == 1 else results}
+    return lambda others, x, batch, key: results[0] if len(results) == 1 else results
 
 
+W, SCALAR = params(), jnp.float32(1)
 STATE = {
     "has_state": True,
+    "model_state": steps.model_state(),
     "embed": changed(),
     "head": lambda others, state, x, batch, key: (x.sum(), state),
 }
 WEIGHTED = {"weighted_loss": True}
-SCALAR = jnp.float32(1)
-WRONG = {
-    "state is not returned": ("`embed` must return", {**STATE, "embed": lambda *a: SCALAR}),
-    "state of another shape": ("'mean'", {**STATE, "embed": changed(mean=jnp.ones(3))}),
-    "state of another dtype": ("'batches'", {**STATE, "embed": changed(batches=SCALAR)}),
-    "aux is missing": ("`head` must return", {**STATE, "head_has_aux": True}),
-    "loss of each row": ("scalar loss", end_with(jnp.ones(2))),
-    "no weight": ("loss_sum", WEIGHTED | end_with(SCALAR)),
-    "weight of each row": ("scalar weight", WEIGHTED | end_with(SCALAR, jnp.ones(2))),
-    "batch of several lengths": (
-        r"batch\['b'\]", {"num_microbatches": 2, "batch": {"a": TOKENS, "b": TOKENS[:4]}}
+INVALID = [
+    # Options. A fused update cannot depend on all gradients.
+    ("`clip_norm`", {"clip_norm": 1.0}),
+    ("`loss_scale`", {"loss_scale": 4.0}),
+    ("`skip_nonfinite`", {"skip_nonfinite": True}),
+    ("`clip_by`.*row", {"clip_norm": 1.0, "clip_by": "row"}),
+    ("`clip_by`.*layer", {"clip_by": "layer"}),
+    ("`others_in`.*disk", {"others_in": "disk"}),
+    # Parameters.
+    (r"`layers` .*: layers\['a'\]", {"layers": W}),
+    (r"`layers`\['n'\]", {"layers": to_host({**W, "n": jnp.zeros(LAYERS, int)})}),
+    ("`trained layers`", {"trainable": lambda path, leaf: False}),
+    ("`trainable`", {"trainable": {"a": True}}),
+    ("`others` .*device", {"others": to_host(others())}),
+    ("`others` .*host", {"others_in": "host"}),
+    ("`tx` .*`clip_norm`", {"tx": optax.chain(optax.clip_by_global_norm(1.0), ADAMW)}),
+    ("list or a tuple", {"layer": [layer]}),
+    (
+        r"`layers\[0\]` and `layers\[1\]`",
+        {"layers": [to_host(W["a"])] * 2, "layer": [steps.shifted] * 2},
     ),
-    "scalar for the layers": (
+    (
+        r"of length 2\).*of length 1\)",
+        {"layers": [to_host(jnp.ones(WIDTH))], "layer": [steps.shifted] * 2},
+    ),
+    # Results of the functions, and batches.
+    ("`embed` must return", {**STATE, "embed": lambda *a: SCALAR}),
+    ("'mean'", {**STATE, "embed": changed(mean=jnp.ones(3))}),
+    ("'batches'", {**STATE, "embed": changed(batches=SCALAR)}),
+    ("`head` must return", {**STATE, "head_has_aux": True}),
+    ("scalar loss", {"head": end_with(jnp.ones(2))}),
+    ("loss_sum", WEIGHTED | {"head": end_with(SCALAR)}),
+    ("scalar weight", WEIGHTED | {"head": end_with(SCALAR, jnp.ones(2))}),
+    (r"batch\['b'\]", {"num_microbatches": 2, "batch": {"a": TOKENS, "b": TOKENS[:4]}}),
+    (
         r"`num_microbatches`.*x\['n'\]",
         {"num_microbatches": 2, "embed": lambda *a: {"x": embed(*a), "n": SCALAR}},
     ),
-}  # fmt: skip
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_rejects_invalid_results_and_batches(name):
-    match, options = WRONG[name]
-    options = {"embed": embed, "head": head, "batch": TOKENS, **options}
-    run_embed, run_head, batch = (options.pop(n) for n in ("embed", "head", "batch"))
-    init, step = offload_train_step(run_embed, layer, run_head, SGD, **options)
-    state = init(to_host(params()), others(), model_state() if "has_state" in options else ())
+@pytest.mark.parametrize(("match", "changes"), INVALID, ids=[match for match, _ in INVALID])
+def test_error_names_what_is_invalid(match, changes):
+    valid = {"embed": embed, "layer": layer, "head": head, "tx": SGD, "layers": to_host(W)}
+    call = valid | {"others": others(), "batch": TOKENS, "model_state": ()} | changes
+    layers, other, state, batch = (
+        call.pop(n) for n in ("layers", "others", "model_state", "batch")
+    )
     with pytest.raises((TypeError, ValueError), match=match):
-        jax.eval_shape(step, state, batch)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"clip_norm": 1.0},
-        {"loss_scale": 4.0},
-        {"skip_nonfinite": True},
-        {"clip_norm": 1.0, "clip_by": "row"},
-        {"clip_by": "layer"},
-        {"others_in": "disk"},
-    ],
-    ids=str,
-)
-def test_rejects_invalid_options(options):
-    """A fused update cannot depend on all gradients."""
-    name, value = list(options.items())[-1]
-    with pytest.raises(ValueError, match=rf"`{name}`.*{value}"):
-        offload_train_step(embed, layer, head, SGD, **options)
-
-
-W = params()
-INVALID_PARAMS = {
-    "layers on the device": (r"`layers` .*: layers\['a'\]", {"layers": W}),
-    "integers": (r"`layers`\['n'\]", {"layers": to_host({**W, "n": jnp.zeros(LAYERS, int)})}),
-    "nothing is trained": ("`trained layers`", {"trainable": lambda path, leaf: False}),
-    "flags of another tree": ("children", {"trainable": {"a": True}}),
-    "others on the host": ("`others` .*device", {"others": to_host(others())}),
-    "others on the device": ("`others` .*host", {"others_in": "host"}),
-    "optimizer that mixes": (
-        "every parameter.*`clip_norm`", {"tx": optax.chain(optax.clip_by_global_norm(1.0), ADAMW)}
-    ),
-    "a dict for a list": ("list or a tuple", {"layer": [layer]}),
-    "a shared array": (
-        r"`layers\[0\]` and `layers\[1\]`",
-        {"layers": [to_host(W["a"])] * 2, "layer": [shifted] * 2},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", INVALID_PARAMS)
-def test_rejects_invalid_parameters(name):
-    match, options = INVALID_PARAMS[name]
-    options = {"layer": layer, "tx": SGD, "layers": to_host(W), "others": others(), **options}
-    layers, other = options.pop("layers"), options.pop("others")
-    init, _ = offload_train_step(embed, head=head, **options)
-    with pytest.raises((TypeError, ValueError), match=match):
-        init(layers, other)
+        init, step = offload_train_step(**call)
+        jax.eval_shape(step, init(layers, other, state), batch)
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("layers_state", {"tx": ADAM}),
+        ("layers_state", {"tx": optax.adam(1e-2)}),
         ("loss_scale", {"loss_scale": 4.0, "fuse_update": False}),
         ("grad_norm", {"clip_norm": 1.0, "clip_by": "previous"}),
     ],
@@ -449,11 +381,5 @@ def test_rejects_invalid_parameters(name):
 def test_rejects_state_of_other_options(name, options):
     state = offload_train_step(embed, layer, head, optax.sgd(0.1)).init(to_host(W), others())
     _, step = offload_train_step(embed, layer, head, **{"tx": optax.sgd(0.1), **options})
-    with pytest.raises(ValueError, match=f"`state.{name}` must have the structure of"):
+    with pytest.raises(ValueError, match=f"`state.{name}`"):
         step(state, TOKENS)
-
-
-def test_rejects_wrong_number_of_layers():
-    init, step = offload_train_step(embed, [shifted] * 2, head, SGD)
-    with pytest.raises(ValueError, match=r"of length 2\).*of length 1\)"):
-        step(init(to_host([jnp.ones(WIDTH)]), others()), TOKENS)

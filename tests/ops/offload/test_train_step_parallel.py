@@ -15,89 +15,20 @@ from effjax.ops._common.platform import trace_for_platform
 from effjax.ops.offload import row_update
 from effjax.ops.offload.train_step import StepResult
 from tests.contexts import mesh_of
-from tests.ops.offload import reference
+from tests.ops.offload import reference, steps
 from tests.ops.offload.reference import stack
-from tests.ops.offload.stacks import WIDTH, assert_close, kinds, layer, on, params
-from tests.ops.offload.steps import (
-    ADAMW,
-    APART,
-    FROZEN,
-    MICROBATCHES,
-    SECOND_IS_NAN,
-    embed,
-    make_batches,
-    make_functions,
-    make_options,
-    make_params,
-    model_state,
-    others,
-    row_losses,
-    train_in_memory,
-)
+from tests.ops.offload.stacks import WIDTH, assert_close, layer, on, params
+from tests.ops.offload.steps import ADAMW, APART, FROZEN, MICROBATCHES, SECOND_IS_NAN, make_training
 from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64")
 TOKENS = jnp.arange(32) * 7 % 11
 
 
-def expected(form, splits_rows, factors, **options):
-    """Train in memory; with `splits_rows` a microbatch has some rows of each device."""
-
-    def reorder(a):
-        rows = a.reshape(8, options.get("num_microbatches", 1), -1)
-        return rows.swapaxes(0, 1).reshape(-1) if splits_rows else a
-
-    batches = jax.tree.map(reorder, make_batches(TOKENS, factors))
-    return train_in_memory(form, batches, compiled=True, **options)
-
-
-def make_results_specs(form, has_aux=False, head_has_aux=False, **options):
-    """Return the PartitionSpecs of the results of a step."""
-    aux = P(None, None, "i") if form == "stack" else P(None, "i")
-    head_aux = {"rows": P(None, "i")} if head_has_aux else None
-    return StepResult(P(), P(), aux if has_aux else None, head_aux, P(), P())
-
-
-def train(form, context, spec, factors, **options):
-    """Return the losses, and the result of the last step."""
-    options = make_options(form, **options)
-    is_mapped = context not in ("auto", "explicit")
-    run_embed, layers, run_head = make_functions(form, "i" if is_mapped else None, **options)
-    tx = init_tx = ADAMW
-    if context in ("shard_map without types", "pmap"):
-        # Each device has the gradient of its own loss. There is no axis when the state is made.
-        average = optax.stateless(lambda grads, params: lax.pmean(grads, "i"))
-        tx, init_tx = optax.chain(average, ADAMW), optax.chain(optax.identity(), ADAMW)
-    init, _ = offload_train_step(run_embed, layers, run_head, init_tx, **options)
-    _, step = offload_train_step(run_embed, layers, run_head, tx, **options)
-    mesh = mesh_of((8,), ("i",), AxisType.Explicit if context == "explicit" else AxisType.Auto)
-    place = lambda tree, spec, where: jax.device_put(tree, on(mesh, spec, where == "host"))  # noqa: E731
-    data = make_batches(TOKENS, factors)
-    if context == "pmap":
-        place = lambda tree, spec, where: tree  # noqa: E731
-        data = jax.tree.map(lambda a: a.reshape(8, -1), data)
-        run = jax.pmap(step, "i", in_axes=(None, 0), out_axes=None, devices=jax.devices()[:8])
-    elif is_mapped:
-        specs = {"in_specs": (P(), P("i")), "out_specs": make_results_specs(form, **options)}
-        run = offload_jit(jax.shard_map(step, mesh=mesh, check_vma=context == "shard_map", **specs))
-    else:
-        run = offload_jit(step)
-    losses = []
-    with jax.set_mesh(mesh):
-        state = init(
-            place(make_params(form), spec, options.get("params_in", "host")),
-            jax.tree.map(
-                lambda a, spec: place(a, spec, options.get("others_in", "device")),
-                others(),
-                OTHERS_SPECS if context == "auto" else {"e": P(), "u": P()},
-            ),
-            place(model_state(), P(), "device") if options.get("has_state") else (),
-        )
-        for batch in data:
-            result = run(state, place(batch, P("i"), "device"))
-            state = result.state
-            losses.append(result.loss)
-    return losses, result
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Update other parameters in host memory in chunks of their shards."""
+    monkeypatch.setattr(row_update, "CHUNK_BYTES", 600)
 
 
 OTHERS_SPECS = {"e": P(None, "i"), "u": P("i")}
@@ -109,32 +40,80 @@ SKIPPED = {**MICROBATCHES, **APART, "clip_norm": 0.1, "loss_scale": 8.0, "factor
 SHARDED = {"spec": P(None, "i")}
 
 
+def train(args, context, spec, has_aux=False, head_has_aux=False, **options):
+    """Take the steps of `reference.train` over eight devices, which split the rows."""
+    *functions, tx, layers, others, batches = args
+    mesh = mesh_of((8,), ("i",), AxisType.Explicit if context == "explicit" else AxisType.Auto)
+    place = lambda a, spec: jax.device_put(a, on(mesh, spec))  # noqa: E731
+    init_tx = tx
+    if context in ("shard_map without types", "pmap"):
+        # Each device has the gradient of its own loss. There is no axis when the state is made.
+        average = optax.stateless(lambda grads, params: lax.pmean(grads, "i"))
+        tx, init_tx = optax.chain(average, tx), optax.chain(optax.identity(), tx)
+    options |= {"has_aux": has_aux, "head_has_aux": head_has_aux}
+    step = offload_train_step(
+        *functions, tx, **{n: a for n, a in options.items() if n != "model_state"}
+    ).step
+    if context == "pmap":
+        place = lambda a, spec: a  # noqa: E731
+        batches = jax.tree.map(lambda a: a.reshape(8, -1), batches)
+        run = jax.pmap(step, "i", in_axes=(None, 0), out_axes=None, devices=jax.devices()[:8])
+    elif context in ("auto", "explicit"):
+        run = offload_jit(step)
+    else:
+        aux = P(None, None, "i") if callable(functions[1]) else P(None, "i")
+        head_aux = {"rows": P(None, "i")} if head_has_aux else None
+        results = StepResult(P(), P(), aux if has_aux else None, head_aux, P(), P())
+        specs = {"in_specs": (P(), P("i")), "out_specs": results}
+        run = offload_jit(jax.shard_map(step, mesh=mesh, check_vma=context == "shard_map", **specs))
+    others = {
+        name: place(a, OTHERS_SPECS[name] if context == "auto" else P())
+        for name, a in others.items()
+    }
+    model_state = place(options.pop("model_state", ()), P())
+    losses = []
+    with jax.set_mesh(mesh):
+        state, _ = steps.start(
+            *functions, init_tx, place(layers, spec), others, model_state=model_state, **options
+        )
+        for batch in batches:
+            result = run(state, place(batch, P("i")))
+            state = result.state
+            losses.append(result.loss)
+    return losses, result
+
+
 def check(form, context, options):
-    options = {"spec": P(), "factors": (1.0, 1.0), **options}
-    losses, (state, _, aux, head_aux, grad_norm, finite) = train(form, context, **options)
-    where, spec = options.get("params_in", "host"), options.pop("spec")
-    splits_rows = context != "auto" and options.get("num_microbatches", 1) > 1
-    want = expected(form, splits_rows, **options)
-    layers = jax.tree.map(np.asarray, state.layers)
-    assert_close((losses, layers, state.others, state.model_state), want[:4], 1e-9)
-    got = aux, head_aux, state.grad_norm
-    assert_close(got, (want.aux, want.head_aux, want.last_norm), 1e-9)
-    if context not in ("shard_map without types", "pmap"):  # there it is that of one device
-        assert_close(grad_norm, want.grad_norm, 1e-9)
-    assert finite == np.isfinite(grad_norm).all()
-    if "loss_scale" in options:
-        assert state.loss_scale.scale == want.loss_scales[-1]
+    """Compare with training in memory, and check the places of the state."""
+    options = {"spec": P(), **options}
+    spec, num_microbatches = options.pop("spec"), options.get("num_microbatches", 1)
+    axis = None if context in ("auto", "explicit") else "i"
+    args, kwargs = make_training(form, tokens=TOKENS, axis=axis, **options)
+    losses, result = train(args, context, spec, **kwargs)
+
+    def reorder(a):
+        """Return the rows in the order of microbatches with some rows of each device."""
+        rows = a.reshape(8, num_microbatches, -1)
+        return a if context == "auto" else rows.swapaxes(0, 1).reshape(-1)
+
+    args, kwargs = make_training(form, tokens=TOKENS, **options)
+    batches = jax.tree.map(reorder, args[-1])
+    want = reference.train(*args[:-1], batches, compiled=True, **kwargs)
+    # Without types, the norm is that of one device.
+    has_types = context not in ("shard_map without types", "pmap")
+    steps.assert_trained(losses, result, want, 1e-9, norm=has_types)
+    state = result.state
     if context == "pmap":
         return
-    memory = "pinned_host" if where == "host" else "device"
-    moments = [a for a in jax.tree.leaves(state.layers_state) if a.ndim > (form == "stack")]
-    assert kinds(state.layers) == kinds(moments) == {memory}
-    for a in moments:
-        assert a.sharding.is_equivalent_to(on(a.sharding.mesh, spec, where == "host"), a.ndim)
+    steps.assert_places(state, **options)
+    for a in jax.tree.leaves(state.layers_state):
+        if a.ndim > (form == "stack"):
+            place = on(a.sharding.mesh, spec, options.get("params_in") != "device")
+            assert a.sharding.is_equivalent_to(place, a.ndim)
     if context == "auto":
         for name, a in state.others.items():
-            in_host = options.get("others_in") == "host"
-            assert a.sharding.is_equivalent_to(on(a.sharding.mesh, OTHERS_SPECS[name], in_host), 2)
+            place = on(a.sharding.mesh, OTHERS_SPECS[name], options.get("others_in") == "host")
+            assert a.sharding.is_equivalent_to(place, 2)
     for a in jax.tree.leaves(state.layers):
         if a.sharding.is_fully_replicated:
             for shard in a.addressable_shards:
@@ -175,9 +154,7 @@ def test_skipped_step_in_shard_map(form, options):
 
 
 @vary("name", AUTO)
-def test_step_with_auto_axes(name, monkeypatch):
-    """Other parameters in host memory are updated in chunks of their shards."""
-    monkeypatch.setattr(row_update, "CHUNK_BYTES", 600)
+def test_step_with_auto_axes(name):
     form, options = AUTO[name]
     check(form, "auto", options)
 
@@ -286,15 +263,18 @@ def test_gradient_of_one_shard_that_is_not_finite(form):
 
 def test_gradients_of_other_parameters_are_reduced_once():
     """Not once per microbatch, and no rows are exchanged."""
-    mesh, options = mesh_of((8,), ("i",)), {"num_microbatches": 2, "has_state": True}
-    init, step = offload_train_step(*make_functions("stack", "i", **options), ADAMW, **options)
+    mesh = mesh_of((8,), ("i",))
+    args, options = make_training(
+        "stack", tokens=TOKENS, axis="i", num_microbatches=2, has_state=True
+    )
+    *functions, tx, layers, others, (batch, _) = args
+    trees = jax.device_put((layers, others, options.pop("model_state")), on(mesh, P()))
+    state, step = steps.start(*functions, tx, *trees[:2], model_state=trees[2], **options)
     run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
-    arguments = (params(), True), (others(), False), (model_state(), False)
-    state = init(*(jax.device_put(tree, on(mesh, P(), host)) for tree, host in arguments))
-    batch = jax.device_put(make_batches(TOKENS, [1.0])[0], on(mesh, P("i")))
-    operations = collectives(jax.jit(run).lower(state, batch).compile().as_text())
+    program = jax.jit(run).lower(state, jax.device_put(batch, on(mesh, P("i")))).compile()
+    operations = collectives(program.as_text())
     assert {c.kind for c in operations} == {"all-reduce"}
-    of_params = sum(a.nbytes for a in jax.tree.leaves((params(), others())))
+    of_params = sum(a.nbytes for a in jax.tree.leaves((layers, others)))
     of_states = 2 * 8 * (WIDTH + 1 + 1)  # the means and the losses of two microbatches
     assert sum(c.bytes * c.count for c in operations) <= of_params + of_states
 
@@ -302,35 +282,25 @@ def test_gradients_of_other_parameters_are_reduced_once():
 @pytest.mark.exhaustive
 def test_replicated_layer_inputs():
     """The gradient of learned queries is summed over the devices."""
-    mesh = mesh_of((8,), ("i",))
 
     def functions(mean):
         return (
             lambda others, batch, key: jnp.broadcast_to(others["e"][0], (len(batch), WIDTH)),
             layer,
-            lambda others, x, batch, key: mean(row_losses(others, x, batch, key).mean()),
+            lambda others, x, batch, key: mean(steps.row_losses(others, x, batch, key).mean()),
         )
 
-    init, step = offload_train_step(
-        *functions(lambda a: lax.pmean(a, "i")), ADAMW, params_in="device"
-    )
-    run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
-    state = init(*(jax.device_put(tree, on(mesh, P())) for tree in (params(), others())))
-    state, loss, *_ = jax.jit(run)(state, jax.device_put(TOKENS, on(mesh, P("i"))))
-    want = reference.train(*functions(lambda a: a), ADAMW, params(), others(), [TOKENS])
-    assert_close((loss, state.layers, state.others), (want.losses[0], *want[1:3]), 1e-9)
+    args = ADAMW, params(), steps.others(), [TOKENS]
+    got = train((*functions(lambda a: lax.pmean(a, "i")), *args), "shard_map", P())
+    want = reference.train(*functions(lambda a: a), *args)
+    steps.assert_trained(*got, want, 1e-9)
 
 
 def test_rejects_weight_of_one_device():
     def run_head(others, x, batch, key):
-        losses = row_losses(others, x, batch, key)
+        losses = steps.row_losses(others, x, batch, key)
         return lax.psum(losses.sum(), "i"), batch.sum()
 
-    mesh = mesh_of((8,), ("i",))
-    init, step = offload_train_step(
-        embed, layer, run_head, ADAMW, weighted_loss=True, params_in="device"
-    )
-    state = jax.device_put(init(params(), others()), on(mesh, P()))
-    run = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("i")), out_specs=P())
-    with pytest.raises(ValueError, match=r"`head` must sum the weight over the devices"):
-        jax.eval_shape(run, state, TOKENS)
+    args = steps.embed, layer, run_head, ADAMW, params(), steps.others(), [TOKENS]
+    with pytest.raises(ValueError, match="`head` must sum the weight"):
+        train(args, "shard_map", P(), weighted_loss=True)
