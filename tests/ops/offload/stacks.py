@@ -1,10 +1,15 @@
 """A stack of layers with dropout and its reference implementation in device memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
+
+from effjax import offload_scan, offload_sequential, to_device, to_host
 
 LAYERS, WIDTH, BATCH = 4, 8, 8
 KEY = jax.random.key(7)
@@ -13,7 +18,12 @@ POLICIES = {
     "nothing": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("h"),
 }
+OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=["h"],
+    offload_src="device", offload_dst="pinned_host",
+)  # fmt: skip
 
 
 def dropout(h, key):
@@ -84,6 +94,57 @@ def is_low_rank(path, leaf):
     return path[0].key == "low"
 
 
+# Layers with many kinds of operations.
+
+
+def gelu(w, x, key):
+    return x + jax.nn.gelu(x @ w["a"] + w["c"]) @ w["b"]
+
+
+def casting(w, x, key):
+    """Compute large values from the parameters alone and from constants."""
+    half = jax.tree.map(lambda a: (2 * a).astype(jnp.bfloat16), w)
+    h = jnp.tanh(x.astype(jnp.bfloat16) @ half["a"] + half["c"])
+    table = jnp.cos(jnp.arange(2 * WIDTH * WIDTH).reshape(WIDTH, -1)).astype(jnp.bfloat16)
+    return x + (h @ (half["b"] + table.T)).astype(x.dtype)
+
+
+def named(w, x, key):
+    return layer({**w, "c": 0 * w["c"]}, checkpoint_name(x @ w["a"], "h") @ w["b"] + x, key)
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, dy: (2 * dy,))
+
+
+def composed(w, x, key):
+    """Combine a custom derivative, a loop, a branch and a constant."""
+    h = jax.jit(jnp.sin)(doubled(x) @ w["a"]) * np.linspace(0.5, 1, 2 * WIDTH, dtype="float32")
+    h, sums = lax.scan(lambda h, c: (jnp.tanh(h + c), h.sum(1)), h, jnp.stack([w["c"]] * 2))
+    y = lax.cond(sums[0, 0] > 0, jnp.sin, jnp.cos, h @ w["b"])
+    return x + jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y, 0)
+
+
+# Loss and gradients.
+
+
+def offloaded(layer, form="stack", **options):
+    """Return a function of a stack and x that applies the stack, or a list of its layers."""
+
+    def apply(w, x):
+        if form == "stack":
+            return offload_scan(layer, w, x, **options)
+        where = to_device if options.get("params_in") == "device" else to_host
+        w = [jax.tree.map(lambda a, i=i: where(to_device(a)[i]), w) for i in range(LAYERS)]
+        return offload_sequential([layer] * LAYERS, w, x, **options)
+
+    return apply
+
+
 def loss(y):
     return jnp.mean(jnp.sin(y) + 0.3 * y * y)
 
@@ -92,6 +153,27 @@ def value_and_grads(apply, *args, **compiler_options):
     """Return the loss of ``apply(*args)`` and its gradients with respect to all arguments."""
     run = jax.value_and_grad(lambda *a: loss(apply(*a)), tuple(range(len(args))))
     return jax.jit(run, compiler_options=compiler_options)(*args)
+
+
+def check_gradients(layer, form="stack", tolerance=0.0, w=None, x=None, *, plain=None, **options):
+    """Compare with `plain` (by default `layer`) in device memory; `policy` is a name.
+
+    A tolerance of 0 asks for equal bits. Gradients are in the memory of the parameters.
+    """
+    w, x = params() if w is None else w, inputs() if x is None else x
+    key, count = options.get("key"), options.get("num_microbatches", 1)
+    options["policy"] = POLICIES[options.get("policy", "recomputed")]
+    where = to_device if options.get("params_in") == "device" else to_host
+    # XLA may omit a rounding to bfloat16 in one program and not in the other.
+    run = functools.partial(value_and_grads, xla_allow_excess_precision=False)
+    got = run(offloaded(layer, form, **options), where(w), x)
+    want = run(lambda w, x: in_memory(plain or layer, w, x, key, count), w, x)
+    if tolerance:
+        assert_close(got, want, tolerance, tolerance / 10)
+    else:
+        assert_equal_bits(got, want)
+    assert [a.dtype for a in jax.tree.leaves(got)] == [a.dtype for a in jax.tree.leaves(want)]
+    assert kinds(got[1][0]) == kinds(where(w)) and kinds(got[1][1]) == {"device"}
 
 
 def assert_equal_bits(got, want):

@@ -16,13 +16,13 @@ LIST = [jax.tree.map(lambda a: a[0], params())]
 TX = optax.adam(1e-3)
 
 
-def scan(stacked_params=W, x=None, **options):
+def scan(stacked_params=W, x=None, layer=layer, **options):
     return effjax.offload_scan(layer, stacked_params, inputs() if x is None else x, **options)
 
 
 def sequential(params=LIST, x=None, **options):
     x = inputs() if x is None else x
-    return effjax.offload_sequential([layer], params, x, params_in="device", **options)
+    return effjax.offload_sequential([layer], params, x, **{"params_in": "device", **options})
 
 
 def step_init(layers=W, others=None, model_state=(), **options):
@@ -44,6 +44,8 @@ def host_init(keys, **options):
 
 
 KEYS = jax.random.split(KEY, 2)
+ON_DEVICE = W | {"c": params()["c"]}
+THREE_OF_FOUR = W | {"c": effjax.to_host(params()["c"][:3])}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,16 @@ KEYS = jax.random.split(KEY, 2)
         (host_init, "shardings", {"keys": KEYS, "shardings": {"a": 3}}),
         (scan, "stacked_params", {"stacked_params": {"a": "x"}}),
         (scan, "stacked_params", {"stacked_params": effjax.to_host(jnp.ones((0, 3)))}),
+        (scan, r"stacked_params` .*: stacked_params\['c'\]", {"stacked_params": ON_DEVICE}),
+        (scan, "stacked_params` .* same number", {"stacked_params": THREE_OF_FOUR}),
         (scan, "x", {"x": [1.0]}),
+        (scan, r"layer\(.* structure", {"layer": lambda w, x, key: (x, x)}),
+        (scan, r"layer\(.* type", {"layer": lambda w, x, key: x @ w["a"]}),
+        (scan, r"layer` .*\(x, aux\)", {"has_aux": True}),
+        (scan, "trainable", {"trainable": {"a": True, "b": False}}),
+        (scan, r"num_slices` \(=3\)", {"num_slices": 3}),
+        (scan, r"resident_slices` \(=5\)", {"resident_slices": 5}),
+        (scan, r"num_microbatches` \(=3\)", {"num_microbatches": 3}),
         (scan, "key", {"key": KEYS}),
         (scan, "num_microbatches", {"num_microbatches": 2.0}),
         (scan, "prefetch", {"prefetch": -1}),
@@ -64,6 +75,9 @@ KEYS = jax.random.split(KEY, 2)
         (scan, "grads", {"grads": "gpu"}),
         (scan, "compute_dtype", {"compute_dtype": "int8"}),
         (sequential, "params", {"params": ["x"]}),
+        (sequential, "params", {"params_in": "host"}),
+        (sequential, r"layers` \(of length 1\) and `params` \(of length 2\)", {"params": LIST * 2}),
+        (sequential, r"num_slices` \(=2\)", {"num_slices": 2}),
         (sequential, "x", {"x": [1.0]}),
         (sequential, "key", {"key": 3}),
         (step_init, "layers", {"layers": {"a": "x"}}),

@@ -1,30 +1,19 @@
 """Loops over slices: any number of turns, in the form for TPUs too."""
 
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 from jax import lax
 
-from effjax import offload_scan, to_host
+from effjax import to_host
 from effjax.ops._common.platform import trace_for_platform
 from effjax.ops.offload.backends import run_as_loop, scan_slices
 from tests.ops.offload.stacks import (
-    KEY,
-    POLICIES,
     assert_equal_bits,
-    in_memory,
-    inputs,
     kinds,
-    layer,
-    params,
     to_numpy,
-    value_and_grads,
 )
-from tests.tiers import vary
 
 
 def test_scan_in_pairs_matches_scan():
@@ -53,26 +42,3 @@ def test_xla_keeps_loop_of_one_iteration():
     run = jax.jit(lambda x: run_as_loop(lambda x: 3 * x + 1, x))
     assert run(jnp.float32(2)) == 7
     assert " while(" in run.lower(jnp.ones(100)).compile().as_text()
-
-
-@pytest.mark.usefixtures("optimized")
-@vary(
-    ("platform", "num_layers", "options"),
-    [
-        ("tpu", 3, {"prefetch": 2}),
-        ("tpu", 2, {"key": KEY}),
-        ("tpu", 6, {"num_slices": 3}),
-        ("cuda", 3, {"resident_slices": 1, "key": KEY}),
-        ("cuda", 5, {"prefetch": 3, "policy": POLICIES["everything"]}),
-    ],
-)
-def test_any_number_of_layers_matches_in_memory_bitwise(platform, num_layers, options):
-    run = functools.partial(offload_scan, layer, **options)
-    w, x = params(num_layers), inputs()
-    with trace_for_platform(platform):
-        got = value_and_grads(run, to_host(w), x)
-    want = value_and_grads(lambda w, x: in_memory(layer, w, x, options.get("key")), w, x)
-    if platform == "cuda" or jax.__version_info__ >= (0, 12):
-        assert_equal_bits(got, want)
-    else:  # XLA for CPUs ignored barriers, and fuses the two turns of an iteration
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), got, want)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from effjax import offload_scan, offload_sequential, to_device, to_host
+from effjax import offload_scan, to_device, to_host
+from effjax.ops._common.platform import trace_for_platform
+from tests.ops.offload import reference, stacks
 from tests.ops.offload.stacks import (
     BATCH,
     KEY,
@@ -17,79 +19,173 @@ from tests.ops.offload.stacks import (
     WIDTH,
     assert_close,
     assert_equal_bits,
+    check_gradients,
     in_memory,
     inputs,
     kinds,
     layer,
     loss,
+    offloaded,
     params,
     value_and_grads,
 )
 from tests.tiers import vary
 
 
-def unstack(w):
-    """Return the layers of a stack, each in host memory."""
-    return [jax.tree.map(lambda a, i=i: to_host(to_device(a)[i]), w) for i in range(LAYERS)]
+@pytest.mark.usefixtures("optimized")
+@vary(
+    "options",
+    [
+        {"num_slices": 2, "resident_slices": 1, "num_microbatches": 4, "policy": "everything"},
+        {},
+        {"prefetch": 0, "num_microbatches": 4},
+        {"prefetch": 3, "num_slices": 2, "resident_slices": 2, "policy": "dots"},
+        {"activations": "device", "grads": "device", "num_microbatches": 4, "policy": "everything"},
+        {"params_in": "device", "grads": "host", "policy": "everything"},
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_match_in_memory_bitwise(options):
+    check_gradients(layer, key=KEY, **options)
 
 
 @pytest.mark.usefixtures("optimized")
 @vary(
-    ("options", "num_microbatches", "policy"),
+    ("platform", "num_layers", "options"),
     [
-        ({"num_slices": 2, "resident_slices": 1}, 4, "everything"),
-        ({}, 1, "recomputed"),
-        ({"prefetch": 0}, 4, "recomputed"),
-        ({"prefetch": 3, "num_slices": 2, "resident_slices": 2}, 1, "dots"),
-        ({"activations": "device", "grads": "device"}, 4, "everything"),
-        ({"params_in": "device", "grads": "host"}, 1, "everything"),
+        ("tpu", 3, {"prefetch": 2}),
+        ("tpu", 2, {"key": KEY}),
+        ("tpu", 6, {"num_slices": 3}),
+        ("cuda", 3, {"resident_slices": 1, "key": KEY}),
+        ("cuda", 5, {"prefetch": 3, "policy": "everything"}),
     ],
-    ids=str,
 )
-def test_loss_and_gradients_match_in_memory_bitwise(options, num_microbatches, policy):
-    """Gradients are returned in the memory of the parameters."""
-    where = options.get("params_in", "host")
-    w = params() if where == "device" else to_host(params())
-    run = functools.partial(
-        offload_scan, layer, key=KEY, num_microbatches=num_microbatches,
-        policy=POLICIES[policy], **options,
-    )  # fmt: skip
-    got = value_and_grads(run, w, inputs())
-    plain = lambda w, x: in_memory(layer, w, x, KEY, num_microbatches)  # noqa: E731
-    assert_equal_bits(got, value_and_grads(plain, params(), inputs()))
-    assert kinds(got[1][0]) == ({"device"} if where == "device" else {"pinned_host"})
-    assert kinds(got[1][1]) == {"device"}
+def test_any_number_of_layers_matches_in_memory(platform, num_layers, options):
+    # XLA for CPUs ignored barriers before JAX 0.12, and fuses the two turns of an iteration.
+    is_exact = platform == "cuda" or jax.__version_info__ >= (0, 12)
+    with trace_for_platform(platform):
+        check_gradients(layer, "stack", 0 if is_exact else 1e-5, params(num_layers), **options)
 
 
-@pytest.mark.usefixtures("optimized")
-def test_recomputation_matches_checkpointed_scan_bitwise():
-    """XLA may round a recomputed gelu differently from a saved one, so the reference recomputes."""
+def freeze(*names):
+    """Return the layer without gradients of some parameters."""
+    return lambda w, x, key: layer(w | {n: lax.stop_gradient(w[n]) for n in names}, x, key)
 
-    def gelu(w, x, key):
-        return x + jax.nn.gelu(x @ w["a"] + w["c"]) @ w["b"]
 
-    again = jax.checkpoint(gelu, prevent_cse=False)
-    expected = value_and_grads(lambda w, x: in_memory(again, w, x, None, 2), params(), inputs())
-    run = functools.partial(offload_scan, gelu, num_microbatches=2)
-    assert_equal_bits(value_and_grads(run, to_host(params()), inputs()), expected)
+def cast(w, x, key):
+    return layer(jax.tree.map(lambda a: a.astype(jnp.bfloat16), w), x, key)
+
+
+def in_bfloat16(w, x, key):
+    assert all(a.dtype == jnp.bfloat16 for a in jax.tree.leaves(w))
+    return layer(w, x, key)
+
+
+# XLA may round a recomputed gelu differently from a saved one, so the reference recomputes.
+recomputed_gelu = jax.checkpoint(stacks.gelu, prevent_cse=False)
+offloading = jax.checkpoint(stacks.named, policy=stacks.OFFLOADED, prevent_cse=False)
+HALF = {"w": jax.tree.map(lambda a: a.astype("bfloat16"), params()), "policy": "everything"}
+GRADIENTS = {
+    "gelu": (stacks.gelu, "stack", 0, {"plain": recomputed_gelu, "num_microbatches": 2}),
+    "single layer, uint32 key": (
+        layer, "stack", 0, {"w": params(1), "key": jax.random.PRNGKey(3)}
+    ),
+    "computed in bfloat16": (
+        in_bfloat16, "stack", 0,
+        {
+            "compute_dtype": jnp.bfloat16, "plain": cast, "policy": "everything",
+            "x": inputs().astype("bfloat16"),
+        },
+    ),
+    "bfloat16": (layer, "stack", 0.05, {**HALF, "x": inputs().astype("bfloat16")}),
+    "composed": (stacks.composed, "list", 2e-5, {"policy": "everything", "key": KEY}),
+    "frozen by a tree": (
+        layer, "stack", 1e-5,
+        {"trainable": {"a": True, "b": False, "c": np.True_}, "plain": freeze("b")},
+    ),
+    "frozen by path": (
+        layer, "stack", 1e-5,
+        {
+            "trainable": lambda path, leaf: path[0].key != "b", "params_in": "device",
+            "plain": freeze("b"),
+        },
+    ),
+    "frozen": (layer, "stack", 1e-5, {"trainable": False, "plain": freeze("a", "b", "c")}),
+}  # fmt: skip
+# They could fail separately, but combine what those above and the residuals of policies show.
+MORE_GRADIENTS = {
+    "composed, recomputed": (
+        stacks.composed, "stack", 2e-5, {"num_slices": 2, "num_microbatches": 2, "key": KEY}
+    ),
+    "casting": (stacks.casting, "list", 2e-2, {"num_slices": 2, "policy": "nothing"}),
+    "named": (
+        stacks.named, "list", 2e-5, {"num_slices": 2, "num_microbatches": 2, "policy": "dots"}
+    ),
+    "offloading": (
+        offloading, "list", 2e-5,
+        {"num_slices": 2, "num_microbatches": 2, "policy": "everything", "plain": stacks.named},
+    ),
+    "empty batch": (
+        layer, "stack", 0,
+        {
+            "w": jax.tree.map(lambda a: a.astype("float16"), params()), "policy": "everything",
+            "x": inputs()[:0].astype("float16"),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_match_in_memory(name):
+    check(GRADIENTS[name])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MORE_GRADIENTS)
+def test_more_gradients_match_in_memory(name):
+    check(MORE_GRADIENTS[name])
+
+
+def check(case):
+    *args, options = case
+    check_gradients(*args, **options)
 
 
 def test_without_key_outside_jit():
     run = functools.partial(offload_scan, layer)
     got = jax.value_and_grad(lambda w: loss(run(w, inputs())))(to_host(params()))
     expected = value_and_grads(lambda w: in_memory(layer, w, inputs(), None), params())
-    np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
-    assert_close(got[1], expected[1][0], rtol=1e-5, atol=1e-6)
+    assert_close(got, (expected[0], expected[1][0]), rtol=1e-5, atol=1e-6)
     assert kinds(got[1]) == {"pinned_host"}
 
 
-def test_single_layer_with_uint32_key():
-    """XLA unrolls a loop of one iteration."""
-    one = jax.tree.map(lambda a: a[:1], params())
-    key = jax.random.PRNGKey(3)
-    got = value_and_grads(lambda w: offload_scan(layer, w, inputs(), key=key), to_host(one))
-    assert_equal_bits(got, value_and_grads(lambda w: in_memory(layer, w, inputs(), key), one))
-    assert kinds(got[1]) == {"pinned_host"}
+def quantized_params():
+    """Return low-rank matrices and frozen int8 kernels with their scales."""
+    w = params()
+    scale = jnp.abs(w["a"]).max((1, 2), keepdims=True) / 127
+    keys = jax.random.split(jax.random.key(4))
+    return {
+        "kernel": jnp.round(w["a"] / scale).astype(jnp.int8),
+        "scale": scale,
+        "low": {
+            "down": 0.1 * jax.random.normal(keys[0], (LAYERS, WIDTH, 2)),
+            "up": 0.1 * jax.random.normal(keys[1], (LAYERS, 2, 2 * WIDTH)),
+        },
+        "out": w["b"].astype(jnp.bfloat16),
+    }
+
+
+@vary("options", [{"num_slices": 2, "num_microbatches": 2}, {"resident_slices": 1}], ids=str)
+def test_gradients_of_low_rank_parameters_match_in_memory(options):
+    """The other parameters are frozen, one of them of integers."""
+    w, m = quantized_params(), options.get("num_microbatches", 1)
+    run = offloaded(stacks.low_rank_layer, trainable=stacks.is_low_rank, **options)
+    host_w = to_host(w)
+    got = value_and_grads(lambda low, x: run({**host_w, "low": low}, x), host_w["low"], inputs())
+    plain = lambda w, x: in_memory(stacks.low_rank_layer, w, x, None, m)  # noqa: E731
+    want = value_and_grads(lambda low, x: plain({**w, "low": low}, x), w["low"], inputs())
+    assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert kinds(got[1][0]) == {"pinned_host"}
 
 
 def in_a_scan(f):
@@ -124,49 +220,38 @@ def test_vmap_of_the_forward_pass():
 
 
 def test_gradient_of_closed_over_array():
-    scale = jnp.linspace(0.5, 1.5, WIDTH)
-
     def run(apply, w, x, scale):
-        return apply(lambda w, x, key: layer(w, x * scale, key), w, x)
+        return apply(lambda w, x, key: layer(w, x * scale, key))(w, x)
 
-    offloaded = functools.partial(
-        run,
-        functools.partial(offload_scan, num_microbatches=2, policy=POLICIES["everything"]),
-    )
-    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, None, 2))
-    got = value_and_grads(offloaded, to_host(params()), inputs(), scale)
-    assert_equal_bits(got, value_and_grads(plain, params(), inputs(), scale))
+    ours = functools.partial(offloaded, num_microbatches=2, policy=POLICIES["everything"])
+    plain = lambda f: lambda w, x: in_memory(f, w, x, None, 2)  # noqa: E731
+    args = inputs(), jnp.linspace(0.5, 1.5, WIDTH)
+    got = value_and_grads(functools.partial(run, ours), to_host(params()), *args)
+    want = value_and_grads(functools.partial(run, plain), params(), *args)
+    assert_equal_bits(got, want)
 
 
-@vary(("sequential", "policy"), [(False, "recomputed"), (True, "everything")])
-def test_closed_over_integers_and_keys(sequential, policy):
+@vary(("form", "policy"), [("stack", "recomputed"), ("list", "everything")])
+def test_closed_over_integers_and_keys(form, policy):
     """They get no gradients under jax.checkpoint and inside lax.scan."""
-    policy = POLICIES[policy]
     ids, key = jnp.arange(BATCH) % 3, jax.random.key(5)
 
     def run(apply, w, x, ids, key, scale):
         def own(w, x, _):
             return layer(w, x * scale + ids[:, None], key)
 
-        return loss(apply(own, w, x))
+        return loss(apply(own)(w, x))
 
-    def offloaded(own, w, x):
-        if not sequential:
-            return offload_scan(own, w, x, policy=policy)
-        return offload_sequential([own, own], [jax.tree.map(to_host, w)] * 2, x, policy=policy)
+    def plain(own):
+        return lambda w, x: in_memory(own, w, x, None)
 
-    def plain(own, w, x):
-        if sequential:
-            return own(w, own(w, x, None), None)
-        return in_memory(own, w, x, None)
-
-    w = jax.tree.map(lambda a: a[0], params()) if sequential else params()
     args = inputs(), ids, key, jnp.float32(1.5)
-    ours, theirs = (functools.partial(run, apply) for apply in (offloaded, plain))
-    host_w = w if sequential else to_host(w)
-    expected = jax.jit(jax.grad(theirs, (0, 1, 4)))(w, *args)
+    apply = functools.partial(offloaded, form=form, policy=POLICIES[policy])
+    ours, theirs = functools.partial(run, apply), functools.partial(run, plain)
+    host_w, w = to_host(params()), params()
+    want = jax.jit(jax.grad(theirs, (0, 1, 4)))(w, *args)
     got = jax.jit(jax.grad(jax.checkpoint(ours), (0, 1, 4)))(host_w, *args)
-    assert_close(got, expected, rtol=2e-5, atol=1e-6)
+    assert_close(got, want, rtol=2e-5, atol=1e-6)
 
     def in_loop(apply, w, x):
         def step(x, i):
@@ -174,11 +259,9 @@ def test_closed_over_integers_and_keys(sequential, policy):
 
         return lax.scan(step, x, jnp.arange(3))[0]
 
-    got, expected = (
-        jax.jit(functools.partial(in_loop, apply))(w, args[0])
-        for apply, w in ((ours, host_w), (theirs, w))
-    )
-    assert_close(got, expected, rtol=2e-5, atol=1e-5)
+    want = jax.jit(functools.partial(in_loop, theirs))(w, args[0])
+    got = jax.jit(functools.partial(in_loop, ours))(host_w, args[0])
+    assert_close(got, want, rtol=2e-5, atol=1e-5)
 
 
 def test_rejects_closed_over_host_array():
@@ -209,43 +292,27 @@ def test_inputs_with_integers_and_keys(num_microbatches, policy):
         assert jax.tree.structure(y) == jax.tree.structure(x)
         return y["h"] + y["order"] + y["pair"][0][:, None]
 
-    offloaded = functools.partial(
-        run,
-        functools.partial(
-            offload_scan, num_microbatches=num_microbatches, resident_slices=1,
-            policy=POLICIES[policy],
-        ),
-    )  # fmt: skip
-    plain = functools.partial(run, lambda f, w, x: in_memory(f, w, x, None, num_microbatches))
-    got = value_and_grads(offloaded, to_host(params()), inputs())
-    expected = value_and_grads(plain, params(), inputs())
-    assert_close(got, expected, rtol=2e-5, atol=1e-6)
+    options = {"num_microbatches": num_microbatches, "policy": POLICIES[policy]}
+    ours = functools.partial(offload_scan, resident_slices=1, **options)
+    plain = lambda f, w, x: in_memory(f, w, x, None, num_microbatches)  # noqa: E731
+    got = value_and_grads(functools.partial(run, ours), to_host(params()), inputs())
+    want = value_and_grads(functools.partial(run, plain), params(), inputs())
+    assert_close(got, want, rtol=2e-5, atol=1e-6)
 
 
-@vary(
-    ("sequential", "options", "num_microbatches", "policy"),
-    [
-        (False, {"resident_slices": 1}, 2, "recomputed"),
-        (True, {}, 2, "everything"),
-    ],
-    ids=str,
-)
-def test_aux(sequential, options, num_microbatches, policy):
+@vary(("form", "options"), [("stack", {"resident_slices": 1}), ("list", {})])
+def test_aux(form, options):
     """Auxiliary outputs of each layer are stacked by microbatch and have gradients."""
-    options = {
-        "num_microbatches": num_microbatches, "num_slices": 2, "policy": POLICIES[policy], **options
-    }  # fmt: skip
+    num_microbatches = 2
+    options = {"num_microbatches": num_microbatches, "num_slices": 2, **options}
 
     def aux_layer(w, x, key):
         return layer(w, x, key), {"mean": x.mean(0), "count": jnp.int32(x.shape[0])}
 
     def apply(w, x):
-        if sequential:
-            layers, params = [aux_layer] * LAYERS, unstack(w)
-            y, aux = offload_sequential(layers, params, x, has_aux=True, **options)
-            aux = jax.tree.map(lambda *a: jnp.stack(a), *aux)
-        else:
-            y, aux = offload_scan(aux_layer, w, x, has_aux=True, **options)
+        y, aux = offloaded(aux_layer, form, has_aux=True, **options)(w, x)
+        if form == "list":
+            aux = reference.stack(aux)
         assert aux["mean"].shape == (LAYERS, num_microbatches, WIDTH)
         assert aux["count"].shape == (LAYERS, num_microbatches)
         scale = 1.0 + jnp.arange(LAYERS * num_microbatches).reshape(LAYERS, num_microbatches, 1)
@@ -266,62 +333,22 @@ def test_aux(sequential, options, num_microbatches, policy):
     assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_compute_dtype():
-    def checked(w, x, key):
-        assert all(a.dtype == jnp.bfloat16 for a in jax.tree.leaves(w))
-        return layer(w, x, key)
-
-    x = inputs().astype(jnp.bfloat16)
-    apply = functools.partial(
-        offload_scan, checked, compute_dtype=jnp.bfloat16, policy=POLICIES["everything"]
-    )
-    got = value_and_grads(apply, to_host(params()), x)
-
-    def cast(w, x, key):
-        return layer(jax.tree.map(lambda a: a.astype(jnp.bfloat16), w), x, key)
-
-    expected = value_and_grads(lambda w, x: in_memory(cast, w, x, None), params(), x)
-    assert_equal_bits(got, expected)
-    assert got[1][0]["a"].dtype == jnp.float32 and got[1][1].dtype == jnp.bfloat16
-
-
-def test_rejects_gradient_of_integer_parameters():
+@pytest.mark.parametrize("form", ["stack", "list"])
+def test_rejects_gradient_of_integer_parameters(form):
     quantized = to_host(jax.tree.map(lambda a: jnp.round(a * 50).astype(jnp.int8), params()))
 
     def int_layer(w, x, key):
         return layer(jax.tree.map(lambda a: a / 50.0, w), x, key)
 
-    run = functools.partial(offload_scan, int_layer, quantized)
+    run = functools.partial(offloaded(int_layer, form), quantized)
     assert jax.jit(run)(inputs()).shape == (BATCH, WIDTH)
-    with pytest.raises(TypeError, match=r"`stacked_params`\['a'\] must be floating-point .* int8"):
+    with pytest.raises(TypeError, match=r"`(stacked_)?params`.*\['a'\] must be floating-point"):
         jax.grad(lambda x: loss(run(x)))(inputs())
-
-
-@pytest.mark.parametrize(
-    ("match", "arguments"),
-    [
-        (r"`num_slices` \(=3\) must divide", lambda w: {"num_slices": 3}),
-        (r"`num_microbatches` \(=3\) must divide", lambda w: {"num_microbatches": 3}),
-        (r"`resident_slices` \(=5\) must be at most", lambda w: {"resident_slices": 5}),
-        (r"must be in host memory, .*: stacked_params\['c'\]",
-         lambda w: {"stacked_params": w | {"c": to_device(w["c"])}}),
-        ("same number of layers L",
-         lambda w: {"stacked_params": w | {"c": to_host(to_device(w["c"])[:3])}}),
-        ("must have the structure of x", lambda w: {"layer": lambda w, x, key: (x, x)}),
-        ("must have the type", lambda w: {"layer": lambda w, x, key: x @ w["a"]}),
-        (r"must return \(x, aux\)", lambda w: {"has_aux": True}),
-    ],
-)  # fmt: skip
-def test_rejects_invalid_input(match, arguments):
-    w = to_host(params())
-    call = {"layer": layer, "stacked_params": w, "x": inputs(), **arguments(w)}
-    with pytest.raises((TypeError, ValueError), match=match):
-        offload_scan(call.pop("layer"), call.pop("stacked_params"), call.pop("x"), **call)
 
 
 def test_rejects_list_of_layers_without_listing_all_shapes():
     layers = to_host([jax.tree.map(lambda a: a[0], params())] * 30)
-    with pytest.raises(ValueError, match=r"Stack a list of layers: jax.tree.map\(") as raised:
+    with pytest.raises(ValueError, match="Stack a list of layers") as raised:
         offload_scan(layer, layers, inputs())
     assert len(str(raised.value)) < 300
 
@@ -340,13 +367,13 @@ def test_compute_dtype_does_not_cast_complex_parameters():
 def test_rejects_vmap_of_gradient_jvp_and_pmap():
     w, x = to_host(params()), jnp.stack([inputs()] * 2)
     gradient = jax.grad(lambda w, x: loss(offload_scan(layer, w, x)))
-    with pytest.raises(NotImplementedError, match="Make the mapped axis part of the batch"):
+    with pytest.raises(NotImplementedError, match="mapped axis"):
         jax.vmap(gradient, (None, 0))(w, x)
-    with pytest.raises(NotImplementedError, match="Make the mapped axis part of the batch"):
+    with pytest.raises(NotImplementedError):
         jax.vmap(jax.grad(lambda x: loss(offload_scan(layer, w, x))))(x)
     with pytest.raises(NotImplementedError, match="offload_scan .* forward-mode"):
         jax.jvp(lambda x: offload_scan(layer, w, x), (x[0],), (x[0],))
-    with pytest.raises(ValueError, match="jax.pmap does not take .*: use jax.shard_map"):
+    with pytest.raises(ValueError, match="jax.pmap"):
         jax.pmap(lambda w, x: offload_scan(layer, w, x), in_axes=(None, 0))(params(), x)
 
 
