@@ -65,6 +65,8 @@ SEPARATE = {
 MIXING = {
     "adafactor": lambda: optax.adafactor(1e-2),
     "lamb": lambda: optax.lamb(1e-2),
+    "lars": lambda: optax.lars(1e-2),
+    "muon": lambda: optax.contrib.muon(1e-2),
     "skip": lambda: optax.MultiSteps(optax.sgd(0.5), 2, should_skip_update_fn=lambda *_: False),
     "own": lambda: optax.GradientTransformation(optax.sgd(0.5).init, lambda g, s, p: (g, s)),
     "in a chain": lambda: optax.chain(optax.adam(1e-2), optax.clip_by_block_rms(1.0)),

@@ -48,6 +48,14 @@ def test_factored_moments_keep_the_sharding_of_their_axis(mesh8, stacked):
         assert got["count"].memory_kind == "device"
 
 
+def test_moments_have_the_sharding_of_the_parameter_with_the_longest_path(mesh8):
+    by_row, whole = (NamedSharding(mesh8, spec) for spec in (P(None, "data"), P()))
+    outer, inner = (jax.device_put(jnp.ones((2, 8, 8)), place) for place in (whole, by_row))
+    moments = stream_update(optax.adam(0.1)).init({"k": outer, "mlp": {"k": inner}})[0].mu
+    assert moments["k"].sharding.is_equivalent_to(whole, 3)
+    assert moments["mlp"]["k"].sharding.is_equivalent_to(by_row, 3)
+
+
 def test_scales_of_8_bit_moments_are_sharded_like_their_blocks(mesh8):
     tx = adamw_8bit(1e-2, block_size=16)
     for spec, scale in (((None, "data"), P(None, "data")), (("data", None), P("data", None))):
@@ -61,19 +69,19 @@ def test_scales_of_8_bit_moments_are_sharded_like_their_blocks(mesh8):
 def test_rejects_state_of_another_shape_than_its_sharded_parameter(mesh8):
     init = lambda p: {"norms": jax.tree.map(lambda a: jnp.zeros(a.shape[:1]), p)}  # noqa: E731
     tx = optax.GradientTransformation(init, lambda g, s, p: (g, s))
-    with pytest.raises(ValueError, match=r"state\['norms'\]\['w'\] of shape \(256,\) belongs to"):
+    with pytest.raises(ValueError, match=r"state\['norms'\]\['w'\] of shape \(256,\)"):
         places(tx, params(mesh8, ("data", None)))
     assert places(tx, params(mesh8, ()))
     kernel = jax.device_put(
         jnp.ones((2, 8, 8)), NamedSharding(mesh8, P(None, "data"), memory_kind="pinned_host")
     )
-    with pytest.raises(ValueError, match=r"state\['norms'\]\['w'\] of shape \(2, 8\) belongs to"):
+    with pytest.raises(ValueError, match=r"state\['norms'\]\['w'\] of shape \(2, 8\)"):
         stream_update(tx).init({"w": kernel})
 
 
 def test_rejects_state_of_no_parameter_beside_sharded_ones(mesh8):
     tx = optax.GradientTransformation(lambda p: jnp.zeros(5), lambda g, s, p: (g, s))
-    with pytest.raises(ValueError, match=r"state of shape \(5,\) belongs to no parameter"):
+    with pytest.raises(ValueError, match="no parameter"):
         place_state(tx.init({}), params(mesh8, ("data",)))
 
 

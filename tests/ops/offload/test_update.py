@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
@@ -13,17 +14,18 @@ from effjax import host_init, offload_jit, stream_update, to_device, to_host
 from tests.ops.offload import reference
 from tests.ops.offload.reference import stack
 from tests.ops.offload.stacks import (
+    KEY,
     LAYERS,
     assert_close,
     assert_equal_bits,
     init,
     kinds,
     params,
+    to_numpy,
 )
 from tests.ops.offload.steps import decayed, layers_of
 from tests.tiers import vary
 
-CLIPPED = {"clip_norm": 0.5, "clip_by": "layer"}
 OPTIMIZERS = {
     # Momentum depends on the size of the gradients.
     "momentum": optax.sgd(1e-1, momentum=0.9, nesterov=True),
@@ -50,52 +52,81 @@ def different_layers():
     ]
 
 
-def of_form(form):
-    """Return the layers, and a function of a list of them that returns the form of parameters."""
-    if form == "list":
-        return different_layers(), lambda layers: layers
-    return layers_of(params()), stack
-
-
 def gradients(layers, step):
     return jax.tree.map(lambda a: jnp.sin(a * (3 + step)), layers)
 
 
-def updated_in_memory(tx, layers, steps, clip=lambda grads: grads):
-    """Return parameters and states; optax updates one layer at a time."""
-    new, states = list(layers), [tx.init(w) for w in layers]
-    for step in range(steps):
+def update_in_memory(make_tx, layers, num_steps, clip=lambda grads: grads):
+    """Return parameters and states; ``make_tx(i)`` updates layer i alone."""
+    optimizers = [make_tx(i) for i in range(len(layers))]
+    new, states = list(layers), [tx.init(w) for tx, w in zip(optimizers, layers, strict=True)]
+    for step in range(num_steps):
         for i, g in enumerate(clip(gradients(layers, step))):
-            updates, states[i] = tx.update(g, states[i], new[i])
+            updates, states[i] = optimizers[i].update(g, states[i], new[i])
             new[i] = optax.apply_updates(new[i], updates)
     return new, states
 
 
-def check_update(form, tx, **clipping):
-    layers, join = of_form(form)
+def check_update(form, tx, make_tx=None, clip=lambda grads: grads, **clipping):
+    """Compare two updates with those of ``make_tx(i)``, by default `tx`; return the parameters."""
+    layers, join = different_layers(), list
+    if form == "stack":
+        layers, join = layers_of(params()), stack
     stream = stream_update(tx, stacked=form == "stack")
     w = to_host(join(layers))
     state = stream.init(w)
     for a in jax.tree.leaves(state):
         is_scalar = a.ndim == (form == "stack")  # of one layer
-        assert a.sharding.memory_kind == ("device" if is_scalar else "pinned_host")
+        assert is_scalar or a.sharding.memory_kind == "pinned_host"
     step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both), **clipping))
     for i in range(2):
         w, state = step((w, state), to_host(join(gradients(layers, i))))
-    clip = lambda grads: grads  # noqa: E731
-    if clipping:
-        clipper = reference.clip_by_layer_norm(clipping["clip_norm"])
-        clip = lambda grads: clipper.update({"layers": grads}, clipper.init({}))[0]["layers"]  # noqa: E731
-    want, want_state = updated_in_memory(tx, layers, 2, clip)
-    assert_close((w, state), (join(want), join(want_state)))
+    want, want_state = update_in_memory(make_tx or (lambda i: tx), layers, 2, clip)
+    assert_close(*map(to_numpy, ((w, state), (join(want), join(want_state)))))
     assert kinds(w) == {"pinned_host"}
+    return w
 
 
 @pytest.mark.parametrize("form", ["stack", "list"])
 @vary("name", OPTIMIZERS)
 def test_update_matches_optax_on_each_layer(form, name):
     """Gradients of the optimizer with momentum are also clipped by the norm of each layer."""
-    check_update(form, OPTIMIZERS[name], **(CLIPPED if name == "momentum" else {}))
+    if name == "momentum":
+        clipper = reference.clip_by_layer_norm(0.5)
+        clip = lambda grads: clipper.update({"layers": grads}, clipper.init({}))[0]["layers"]  # noqa: E731
+        check_update(form, OPTIMIZERS[name], clip=clip, clip_norm=0.5, clip_by="layer")
+    else:
+        check_update(form, OPTIMIZERS[name])
+
+
+def old_style(key):
+    """Draw noise from a uint32 key in the optimizer state."""
+
+    def update(updates, state, params=None):
+        count, key = state
+        key, sample = jax.random.split(key)
+        noise = jax.tree.map(lambda g: jax.random.normal(sample, g.shape), updates)
+        return jax.tree.map(jnp.add, updates, noise), (count + 1, key)
+
+    return optax.GradientTransformation(lambda params: (jnp.uint32([0, 0]), key), update)
+
+
+NOISY = {
+    "noisy_sgd": lambda key: optax.noisy_sgd(1.0, eta=0.1, key=key),
+    "uint32 key": lambda key: old_style(jax.random.key_data(key)),
+    "among others": lambda key: optax.chain(optax.add_noise(0.1, 0.5, key), optax.adam(0.1)),
+    "every second step": lambda key: optax.MultiSteps(
+        optax.noisy_sgd(1.0, eta=0.1, key=key), 2
+    ).gradient_transformation(),
+}
+
+
+@vary("name", NOISY)
+def test_layers_draw_independent_noise(name):
+    """Each layer has its own key."""
+    make = NOISY[name]
+    w = check_update("stack", make(KEY), lambda i: make(reference.own_key(KEY, i)))
+    assert all(len(np.unique(np.asarray(a))) == a.size for a in jax.tree.leaves(w))
 
 
 @pytest.mark.parametrize(
@@ -126,36 +157,23 @@ def test_host_init():
     assert_close(host_init(init, keys[:1]), one, 1e-7)
     inside = jax.jit(functools.partial(host_init, init))(keys)
     assert_equal_bits(inside, w)
-    with pytest.raises(ValueError, match=r"`shardings` .* At params\['b'\]"):
+    with pytest.raises(ValueError, match=r"`shardings` .*params\['b'\]"):
         host_init(init, keys, shardings={"a": w["a"].sharding})
     scalars = host_init(lambda key: {"s": jax.random.normal(key)}, keys)
     assert scalars["s"].shape == (LAYERS,) and kinds(scalars) == {"pinned_host"}
 
 
 def test_tuple_of_layers_inside_jit():
-    stream = stream_update(optax.adam(0.1), stacked=False)
+    tx, layers = optax.adam(0.1), different_layers()
+    stream = stream_update(tx, stacked=False)
 
     @jax.jit
     def run(params, grads):
         return stream.update(grads, stream.init(params), params)
 
-    params, state = run(
-        to_host(tuple(different_layers())), to_host(tuple(gradients(different_layers(), 0)))
-    )
+    params, state = run(to_host(tuple(layers)), to_host(tuple(gradients(layers, 0))))
     assert isinstance(params, tuple)
-    assert_close((list(params), state), updated_in_memory(optax.adam(0.1), different_layers(), 1))
-
-
-def test_moments_have_the_sharding_of_the_parameter_with_the_longest_path(mesh8):
-    by_row, whole = (NamedSharding(mesh8, spec) for spec in (P(None, "data"), P()))
-    kernel = jnp.ones((2, 8, 8))
-    params = {
-        "kernel": jax.device_put(kernel, whole),
-        "mlp": {"kernel": jax.device_put(kernel, by_row)},
-    }
-    moments = stream_update(optax.adam(0.1)).init(params)[0].mu
-    assert moments["kernel"].sharding.is_equivalent_to(whole, 3)
-    assert moments["mlp"]["kernel"].sharding.is_equivalent_to(by_row, 3)
+    assert_close((list(params), state), update_in_memory(lambda i: tx, layers, 1))
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -197,8 +215,67 @@ def test_rejects_invalid_arguments():
     params = to_host(different_layers())
     stream = stream_update(optax.adam(0.1), stacked=False)
     state = stream.init(params)
-    with pytest.raises(TypeError, match="`params` must be a list or a tuple, .* not a dict"):
+    with pytest.raises(TypeError, match="`params`"):
         stream.init({"a": params[0]})
     grads = [{**params[0], "c": params[0]["c"][:1]}, *params[1:]]
-    with pytest.raises(ValueError, match=r"`grads`\[0\]\['c'\] must have the shape \(5,\)"):
+    with pytest.raises(ValueError, match=r"`grads`\[0\]\['c'\]"):
         stream.update(grads, state, params)
+
+
+def test_noise_keys_of_layers_and_other_parameters_differ():
+    """The keys of the other parameters are chains of split, which contain fold_in(key, i)."""
+    keys, drawn = [KEY], []
+    for _ in range(3):
+        rest, sample = jax.random.split(keys[-1])
+        keys.append(rest)
+        drawn += [sample, *jax.random.split(sample, 4)]
+    used = {tuple(np.asarray(jax.random.key_data(k))) for k in [*keys, *drawn]}
+    assert tuple(np.asarray(jax.random.key_data(jax.random.fold_in(KEY, 0)))) in used
+    for i in range(LAYERS):
+        assert tuple(np.asarray(jax.random.key_data(reference.own_key(KEY, i)))) not in used
+
+
+# Noise that all layers would share.
+
+
+def from_the_count(grads, state, params=None):
+    key = jax.random.fold_in(KEY, state)
+    noise = jax.tree.map(lambda g: jax.random.normal(key, g.shape), grads)
+    return jax.tree.map(jnp.add, grads, noise), state + 1
+
+
+def in_a_loop(grads, state, params=None):
+    def body(total, key):
+        return total + jax.random.normal(key), None
+
+    total, _ = jax.lax.scan(body, 0.0, jax.random.split(KEY, 3))
+    return jax.tree.map(lambda g: g + total, grads), state + 1
+
+
+def at_first(params):
+    return jax.tree.map(lambda a: jax.random.normal(KEY, a.shape), params)
+
+
+def renewed(grads, state, params=None):
+    """Replace the key in the state by one that is the same in every layer."""
+    count, key = state
+    noise = jax.tree.map(lambda g: jax.random.normal(key, g.shape), grads)
+    return jax.tree.map(jnp.add, grads, noise), (count + 1, jax.random.fold_in(KEY, count))
+
+
+@pytest.mark.parametrize(
+    ("init", "update"),
+    [
+        (lambda params: jnp.int32(0), from_the_count),
+        (lambda params: jnp.int32(0), in_a_loop),
+        (lambda params: (jnp.int32(0), KEY), renewed),
+        (at_first, lambda grads, state, params=None: (grads, state)),
+    ],
+    ids=["count", "loop", "renewed", "init"],
+)
+def test_rejects_noise_shared_by_layers(init, update):
+    tx, w = optax.GradientTransformation(init, update), to_host(params())
+    with pytest.raises(ValueError, match="`tx` draws random numbers"):
+        stream_update(tx).init(w)
+    with pytest.raises(ValueError):
+        stream_update(tx).update(w, (), w)
