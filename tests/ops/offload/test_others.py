@@ -6,15 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from effjax import OffloadState, linear_cross_entropy, offload_jit, offload_train_step, to_host
-from effjax.memory import plan
+from effjax import offload_train_step, to_host
 from effjax.ops.offload import compiled, row_update
 from effjax.optimizers import adamw_8bit, in_float32
 from tests.ops.offload import reference, steps
-from tests.ops.offload import test_plans as plans
 from tests.ops.offload.stacks import KEY, LAYERS, WIDTH, assert_equal_bits, to_numpy
 from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others
-from tests.programs import needs_gpu_compiler
 from tests.tiers import vary
 
 # XLA fuses and rewrites the update of whole arrays and that of chunks differently, which changes
@@ -152,57 +149,3 @@ def test_rejects_shared_array():
     w = to_host(jnp.ones((LAYERS, WIDTH)))
     with pytest.raises(ValueError, match=r"`others\['e'\]` and `others\['f'\]` are the same array"):
         init({"c": w}, {"e": w, "f": w})
-
-
-# Planned memory.
-
-VOCABULARY = 32 * plans.WIDTH
-TABLE_BYTES = 4 * VOCABULARY * plans.WIDTH
-
-
-def lookup(others, batch, key):
-    return others["table"][batch]
-
-
-def large_head(others, x, batch, key):
-    return linear_cross_entropy(x, others["head"], batch).mean()
-
-
-@needs_gpu_compiler
-@pytest.mark.exhaustive
-def test_device_holds_chunks_of_the_state(monkeypatch):
-    """The device holds two gradients, and no array is twice in host memory."""
-    monkeypatch.undo()  # CHUNK_BYTES
-    others = {
-        "table": plans.shape(VOCABULARY, plans.WIDTH, host=True),
-        "head": plans.shape(plans.WIDTH, VOCABULARY, host=True),
-    }
-    w, tx = plans.stacked(4), optax.adam(1e-3)
-
-    def place(tree, least_ndim):
-        return jax.tree.map(
-            lambda a: plans.shape(*a.shape, host=a.ndim >= least_ndim, dtype=a.dtype), tree
-        )
-
-    layers_state = place(jax.eval_shape(jax.vmap(tx.init), w), 2)
-    state = OffloadState(w, others, layers_state, place(jax.eval_shape(tx.init, others), 1))
-    _, step = offload_train_step(
-        lookup, plans.layer, large_head, tx, others_in="host", fuse_update=False,
-        num_microbatches=4,
-    )  # fmt: skip
-    tokens = plans.shape(plans.BATCH, dtype="int32")
-    program = plan(offload_jit(step), state, tokens, jax.random.key(0))
-    assert program.peak_device_bytes <= 2 * TABLE_BYTES + 4 * row_update.CHUNK_BYTES
-    state_bytes = 6 * TABLE_BYTES + 12 * plans.LAYER_BYTES
-    gradients = 4 * plans.LAYER_BYTES
-    assert program.host.total <= state_bytes + gradients + 5 * plans.BOUNDARY_BYTES
-    assert program.host.aliased >= 0.99 * state_bytes
-
-
-@needs_gpu_compiler
-def test_initial_state_is_streamed():
-    others = {"table": plans.shape(VOCABULARY, plans.WIDTH, host=True)}
-    init = lambda w: row_update.init_rows(optax.adam(1e-3), w, w)  # noqa: E731
-    program = plan(offload_jit(init, donate=False), others)
-    assert program.peak_device_bytes <= 1.01 * TABLE_BYTES
-    assert program.host.temporaries == 0

@@ -173,22 +173,18 @@ def test_microbatches_on_explicit_axes_are_those_of_shard_map():
 
 
 def test_rejects_microbatches_that_split_the_rows_of_a_device():
-    mesh = mesh_of((8,), ("i",), AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(inputs(), on(mesh, P("i")))
-        w = jax.device_put(params(), on(mesh, P(), host=True))
-        with pytest.raises(ValueError, match="32 rows are split over 8 devices"):
-            jax.jit(lambda w, x: offload_scan(layer, w, x, num_microbatches=8))(w, x)
     mesh = mesh_of((2, 4), ("i", "j"), AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        x = {name: jax.device_put(inputs(), on(mesh, P(name))) for name in ("i", "j")}
-        with pytest.raises(ValueError, match=r"\['i'\] is split over 2 and \['j'\] over 4"):
-            jax.jit(
-                lambda x: offload_scan(
-                    lambda w, x, key: x, {"w": np.ones(2)}, x, params_in="device",
-                    num_microbatches=2,
-                )
-            )(x)  # fmt: skip
+    by_both = jax.device_put(inputs(), on(mesh, P(("i", "j"))))
+    differently = {name: jax.device_put(inputs(), on(mesh, P(name))) for name in ("i", "j")}
+    w = {"w": np.ones(2)}
+    for x, count, match in (
+        (by_both, 8, "32 rows are split over 8 devices"),
+        (differently, 2, r"\['i'\] is split over 2 and \['j'\] over 4"),
+    ):
+        options = {"params_in": "device", "num_microbatches": count}
+        run = jax.jit(lambda x, options=options: offload_scan(lambda w, x, key: x, w, x, **options))
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=match):
+            run(x)
 
 
 def test_host_init_over_mesh():
@@ -198,12 +194,7 @@ def test_host_init_over_mesh():
     assert_close(w, params(), 1e-5, 1e-6)
     assert {a.sharding.spec for a in jax.tree.leaves(w)} == {P(None, "i")}
     assert kinds(w) == {"pinned_host"}
-    by_leaf = {
-        "a": on(mesh, P(), host=True),
-        "b": on(mesh, P(None, "i"), host=True),
-        "c": on(mesh, P(), host=True),
-    }
+    specs = {"a": P(), "b": P(None, "i"), "c": P()}
+    by_leaf = {name: on(mesh, spec, host=True) for name, spec in specs.items()}
     w = host_init(init, keys, shardings=by_leaf)
-    assert {name: a.sharding.spec for name, a in w.items()} == {
-        "a": P(), "b": P(None, "i"), "c": P(),
-    }  # fmt: skip
+    assert {name: a.sharding.spec for name, a in w.items()} == specs

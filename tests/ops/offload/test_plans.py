@@ -13,14 +13,15 @@ from jax.sharding import PartitionSpec as P
 from effjax import (
     OffloadState,
     host_init,
+    linear_cross_entropy,
+    memory,
     offload_jit,
     offload_scan,
     offload_sequential,
     offload_train_step,
     stream_update,
 )
-from effjax.memory import plan
-from effjax.ops.offload import backends
+from effjax.ops.offload import backends, row_update
 from tests.ops.offload.stacks import POLICIES, is_low_rank, layer, loss, low_rank_layer
 from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 
@@ -51,6 +52,13 @@ def assert_bytes_close(a, b, tolerance=0.01):
     assert abs(a - b) <= tolerance * max(a, b), (a, b)
 
 
+def plan(fun, *args, **options):
+    """Return the plan of a program that computes nothing on the host's processor."""
+    program = memory.plan(fun, *args, **options)
+    assert "host_compute" not in program.hlo and '_xla_compute_type="host"' not in program.hlo
+    return program
+
+
 @functools.cache
 def gradients(num_layers, policy="recomputed"):
     def run(w, x):
@@ -67,7 +75,6 @@ def test_device_holds_few_of_many_layers():
     assert program.device.outputs <= BOUNDARY_BYTES + SMALL  # the gradient of x
     assert_bytes_close(program.host.outputs, 16 * LAYER_BYTES)
     assert_bytes_close(program.host.temporaries, 16 * BOUNDARY_BYTES)
-    assert "host_compute" not in program.hlo and '_xla_compute_type="host"' not in program.hlo
 
 
 @pytest.mark.exhaustive
@@ -121,7 +128,6 @@ def test_gradients_of_shared_array_are_added_on_the_device():
     assert program.host.arguments == program.host.outputs == 2 * LAYER_BYTES
     assert program.host.temporaries <= LAYER_BYTES + 3 * BOUNDARY_BYTES
     assert program.device.temporaries <= 5 * LAYER_BYTES + 16 * BOUNDARY_BYTES
-    assert "host_compute" not in program.hlo and '_xla_compute_type="host"' not in program.hlo
 
 
 @pytest.mark.exhaustive
@@ -143,28 +149,33 @@ def test_update_and_host_init_hold_one_layer_on_the_device():
 
 
 def loops(hlo):
-    """Return the ordered events ("start", "done", "gemm") of loops that load kernels."""
-    kernel = rf"\[(1,)+({WIDTH},{2 * WIDTH}|{2 * WIDTH},{WIDTH})\]"
-    result = []
+    """Return the instructions (name, type) of each loop that loads kernels and multiplies."""
     for body in re.findall(r"^%[\w.\-]+ \(.*?\{\n(.*?)^\}", hlo, re.S | re.M):
-        events = []
-        for name, kind in re.findall(r"^ *(?:ROOT )?%([\w.\-]+) = (.*)", body, re.M):
-            if "gemm" in name or "cublas" in name:
-                events.append("gemm")
-            elif re.match(r"dynamic-slice-(start|done)", name) and re.search(kernel, kind):
-                events.append("start" if "start" in name else "done")
-        if {"start", "gemm"} <= set(events):
-            result.append(events)
-    return result
+        instructions = re.findall(r"^ *(?:ROOT )?%([\w.\-]+) = (.*)", body, re.M)
+        names = [name for name, _ in instructions]
+        loads = any(name.startswith("dynamic-slice-start") for name in names)
+        if loads and any(is_product(name) for name in names):
+            yield instructions
+
+
+def is_product(name):
+    return "gemm" in name or "cublas" in name
 
 
 @pytest.mark.exhaustive
 def test_next_slice_is_loaded_during_matrix_products():
     # The forward loop, the first turn of the backward pass, and its other turns but the last, which
     # loads no parameters.
-    bodies = loops(gradients(16).hlo)
+    kernel = rf"\[(1,)+({WIDTH},{2 * WIDTH}|{2 * WIDTH},{WIDTH})\]"
+    bodies = list(loops(gradients(16).hlo))
     assert len(bodies) == 3
-    for events in bodies:
+    for body in bodies:
+        events = []
+        for name, kind in body:
+            if is_product(name):
+                events.append("gemm")
+            elif match := re.match("dynamic-slice-(start|done)", name):
+                events += [match[1]] if re.search(kernel, kind) else []
         assert events[:4] == ["start"] * 2 + ["gemm"] * 2
         assert events.count("done") == 2
 
@@ -172,20 +183,13 @@ def test_next_slice_is_loaded_during_matrix_products():
 @pytest.mark.exhaustive
 def test_input_of_slice_leaves_during_matrix_products():
     """In the forward loop, neither loads nor products wait for the input to arrive on the host."""
-    body = next(
-        body
-        for body in re.findall(r"^%[\w.\-]+ \(.*?\{\n(.*?)^\}", gradients(16).hlo, re.S | re.M)
-        if "dynamic-slice-start" in body and body.count("dynamic-update-slice-start(") == 0
-        and len(re.findall(r"^ *%dynamic-update-slice-start", body, re.M)) == 1
-    )  # fmt: skip
-    names = re.findall(r"^ *(?:ROOT )?%([\w.\-]+) = ", body, re.M)
-
-    def places(pattern):
-        return [j for j, name in enumerate(names) if re.match(pattern, name)]
-
-    (left,) = places("dynamic-update-slice-done")
-    assert max(places("dynamic-slice-start")) < left
-    assert max(places(".*(gemm|cublas)")) < left
+    stored = "dynamic-update-slice-done"
+    bodies = [[name for name, _ in body] for body in loops(gradients(16).hlo)]
+    stores = [[i for i, n in enumerate(names) if n.startswith(stored)] for names in bodies]
+    # The loops of the backward pass store the gradients of several parameters.
+    names, (left,) = next(pair for pair in zip(bodies, stores, strict=True) if len(pair[1]) == 1)
+    assert not any(name.startswith("dynamic-slice-start") for name in names[left:])
+    assert not any(is_product(name) for name in names[left:])
 
 
 @pytest.mark.exhaustive
@@ -230,7 +234,6 @@ def test_gradients_are_reduced_on_the_devices():
     assert all(c.bytes <= LAYER_BYTES for c in sums)
     assert_bytes_close(sum(c.bytes * c.count for c in sums), 16 * LAYER_BYTES)
     assert {c.kind for c in program.collectives} == {"all-reduce"}
-    assert "host_compute" not in program.hlo and '_xla_compute_type="host"' not in program.hlo
     # The reduction needs one more gradient of a layer, as one array, and a part of another one.
     assert program.device.temporaries < gradients(16).device.temporaries + 1.25 * LAYER_BYTES
 
@@ -254,19 +257,31 @@ def on_device(tree):
 
 
 def make_state(tx, w, others, trained=None):
-    """Return the shapes of a state; moments are in the memory of the layers."""
+    """Return the shapes of a state; moments are in the memory of their parameters."""
     trained = w if trained is None else trained
-    host = {a.sharding.memory_kind for a in jax.tree.leaves(w)} == {"pinned_host"}
-    layers_state = jax.tree.map(
-        lambda a: shape(*a.shape, host=host and a.ndim > 1, dtype=a.dtype),
-        jax.eval_shape(jax.vmap(tx.init), trained),
-    )
-    return OffloadState(w, others, layers_state, on_device(jax.eval_shape(tx.init, others)))
+
+    def place(state, tree, ndim_of_counts):
+        kinds = {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
+        on_host = kinds == {"pinned_host"}
+        return jax.tree.map(
+            lambda a: shape(*a.shape, host=on_host and a.ndim > ndim_of_counts, dtype=a.dtype),
+            state,
+        )
+
+    if isinstance(w, list):
+        layers_state = [place(jax.eval_shape(tx.init, a), a, 0) for a in trained]
+    else:
+        layers_state = place(jax.eval_shape(jax.vmap(tx.init), trained), w, 1)
+    return OffloadState(w, others, layers_state, place(jax.eval_shape(tx.init, others), others, 0))
 
 
-def plan_step(tx, w, others, batch, embed=embed, layer=layer, head=head, trained=None, **options):
+def plan_step(
+    tx, w, others, batch, embed=embed, layer=layer, head=head, trained=None, target="h100",
+    **options,
+):  # fmt: skip
     _, step = offload_train_step(embed, layer, head, tx, **options)
-    return plan(offload_jit(step), make_state(tx, w, others, trained), batch, KEY)
+    state = make_state(tx, w, others, trained)
+    return plan(offload_jit(step), state, batch, KEY, target=target)
 
 
 @pytest.mark.exhaustive
@@ -284,7 +299,6 @@ def test_train_step_updates_state_in_place(fuse_update):
     gradients = 0 if fuse_update else 24 * LAYER_BYTES
     assert_bytes_close(program.host.temporaries, 24 * BOUNDARY_BYTES + gradients)
     assert program.device.outputs <= 3 * 4 * 8 * WIDTH + SMALL
-    assert "host_compute" not in program.hlo
 
 
 @pytest.mark.exhaustive
@@ -368,35 +382,21 @@ def test_frozen_parameters_have_no_gradients_in_scan():
     assert program.host.total <= bytes_of(w) + 3 * bytes_of(w["low"]) + 16 * BOUNDARY_BYTES
 
 
-# Steps and updates of lists of layers.
+# Lists of layers.
 
 
-def square_layer():
-    """Return the parameters of a layer; with gradient and two moments it takes 16 MiB."""
-    return shape(1024, 1024, host=True)
-
-
-def make_list_state(count):
-    one = jax.eval_shape(ADAM.init, square_layer())
-    here = lambda a: shape(*a.shape, host=a.ndim > 0, dtype=a.dtype)  # noqa: E731
-    return [jax.tree.map(here, one)] * count
-
-
-def plan_list_step(count, target, fuse_update):
-    layers = [lambda w, x, key: jnp.tanh(x @ w)] * count
-    _, step = offload_train_step(
-        lambda others, batch, key: batch * others, layers,
-        lambda others, x, batch, key: jnp.sum(x), ADAM, fuse_update=fuse_update,
+def plan_list_step(w, target, fuse_update):
+    return plan_step(
+        ADAM, w, shape(), shape(32, 1024), lambda others, batch, key: batch * others,
+        [dense] * len(w), lambda others, x, batch, key: jnp.sum(x), target=target,
+        fuse_update=fuse_update,
     )  # fmt: skip
-    others_state = on_device(jax.eval_shape(ADAM.init, shape()))
-    state = OffloadState([square_layer()] * count, shape(), make_list_state(count), others_state)
-    return plan(offload_jit(step), state, shape(32, 1024), target=target)
 
 
-def plan_list_update(count, target):
-    stream, w = stream_update(ADAM, stacked=False), [square_layer()] * count
+def plan_list_update(w, target):
+    stream = stream_update(ADAM, stacked=False)
     step = offload_jit(lambda both, grads: stream.update(grads, *reversed(both)))
-    return plan(step, (w, make_list_state(count)), w, target=target)
+    return plan(step, (w, make_state(ADAM, w, shape()).layers_state), w, target=target)
 
 
 @needs_tpu_compiler
@@ -412,9 +412,42 @@ def plan_list_update(count, target):
     ],
 )
 def test_device_holds_few_of_six_layers_of_a_list(run, target, layers_on_device):
-    program = run(6, target)
+    program = run([shape(1024, 1024, host=True)] * 6, target)
+    # With its gradient and two moments, a layer takes 16 MiB.
     assert program.device.temporaries <= layers_on_device * 16 * 2**20
     # The residuals of each layer, and a copy of the parameters of the last.
     residuals = 6 * 32 * 4096 + 4 * 1024 * 1024 if run is not plan_list_update else 0
     if target == "h100":
         assert program.host.temporaries <= 1.01 * (residuals + SMALL)
+
+
+# Other parameters in host memory.
+
+TABLE_BYTES = 4 * VOCABULARY * WIDTH
+
+
+@pytest.mark.exhaustive
+def test_device_holds_chunks_of_the_state():
+    """The device holds two gradients, and no array is twice in host memory."""
+    others = {
+        "table": shape(VOCABULARY, WIDTH, host=True),
+        "head": shape(WIDTH, VOCABULARY, host=True),
+    }
+    program = plan_step(
+        ADAM, stacked(4), others, shape(BATCH, dtype="int32"),
+        lambda others, batch, key: others["table"][batch],
+        head=lambda others, x, batch, key: linear_cross_entropy(x, others["head"], batch).mean(),
+        others_in="host", fuse_update=False, num_microbatches=4,
+    )  # fmt: skip
+    assert program.peak_device_bytes <= 2 * TABLE_BYTES + 4 * row_update.CHUNK_BYTES
+    state_bytes = 6 * TABLE_BYTES + 12 * LAYER_BYTES
+    assert program.host.total <= state_bytes + 4 * LAYER_BYTES + 5 * BOUNDARY_BYTES
+    assert program.host.aliased >= 0.99 * state_bytes
+
+
+def test_initial_state_is_streamed():
+    others = {"table": shape(VOCABULARY, WIDTH, host=True)}
+    init = lambda w: row_update.init_rows(ADAM, w, w)  # noqa: E731
+    program = plan(offload_jit(init, donate=False), others)
+    assert program.peak_device_bytes <= 1.01 * TABLE_BYTES
+    assert program.host.temporaries == 0
