@@ -155,7 +155,9 @@ def value_and_grads(apply, *args, **compiler_options):
     return jax.jit(run, compiler_options=compiler_options)(*args)
 
 
-def check_gradients(layer, form="stack", tolerance=0.0, w=None, x=None, *, plain=None, **options):
+def check_gradients(
+    *, layer=layer, plain=None, form="stack", w=None, x=None, tolerance=0.0, **options
+):
     """Compare with `plain` (by default `layer`) in device memory; `policy` is a name.
 
     A tolerance of 0 asks for equal bits. Gradients are in the memory of the parameters.

@@ -1,6 +1,7 @@
 """offload_scan compared with the same stack in device memory."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ from tests.tiers import vary
     ids=str,
 )
 def test_loss_and_gradients_match_in_memory_bitwise(options):
-    check_gradients(layer, key=KEY, **options)
+    check_gradients(key=KEY, **options)
 
 
 @pytest.mark.usefixtures("optimized")
@@ -64,7 +65,7 @@ def test_any_number_of_layers_matches_in_memory(platform, num_layers, options):
     # XLA for CPUs ignored barriers before JAX 0.12, and fuses the two turns of an iteration.
     is_exact = platform == "cuda" or jax.__version_info__ >= (0, 12)
     with trace_for_platform(platform):
-        check_gradients(layer, "stack", 0 if is_exact else 1e-5, params(num_layers), **options)
+        check_gradients(w=params(num_layers), tolerance=0 if is_exact else 1e-5, **options)
 
 
 def freeze(*names):
@@ -72,8 +73,12 @@ def freeze(*names):
     return lambda w, x, key: layer(w | {n: lax.stop_gradient(w[n]) for n in names}, x, key)
 
 
+def astype(tree, dtype):
+    return jax.tree.map(lambda a: a.astype(dtype), tree)
+
+
 def cast(w, x, key):
-    return layer(jax.tree.map(lambda a: a.astype(jnp.bfloat16), w), x, key)
+    return layer(astype(w, "bfloat16"), x, key)
 
 
 def in_bfloat16(w, x, key):
@@ -84,71 +89,56 @@ def in_bfloat16(w, x, key):
 # XLA may round a recomputed gelu differently from a saved one, so the reference recomputes.
 recomputed_gelu = jax.checkpoint(stacks.gelu, prevent_cse=False)
 offloading = jax.checkpoint(stacks.named, policy=stacks.OFFLOADED, prevent_cse=False)
-HALF = {"w": jax.tree.map(lambda a: a.astype("bfloat16"), params()), "policy": "everything"}
-GRADIENTS = {
-    "gelu": (stacks.gelu, "stack", 0, {"plain": recomputed_gelu, "num_microbatches": 2}),
-    "single layer, uint32 key": (
-        layer, "stack", 0, {"w": params(1), "key": jax.random.PRNGKey(3)}
+TWO = dict(num_slices=2, num_microbatches=2)
+GRADIENTS: dict[str, dict[str, Any]] = {
+    "gelu": dict(layer=stacks.gelu, plain=recomputed_gelu, num_microbatches=2),
+    "single layer, uint32 key": dict(w=params(1), key=jax.random.PRNGKey(3)),
+    "computed in bfloat16": dict(
+        layer=in_bfloat16, compute_dtype=jnp.bfloat16, plain=cast, policy="everything",
+        x=inputs().astype("bfloat16"),
     ),
-    "computed in bfloat16": (
-        in_bfloat16, "stack", 0,
-        {
-            "compute_dtype": jnp.bfloat16, "plain": cast, "policy": "everything",
-            "x": inputs().astype("bfloat16"),
-        },
+    "bfloat16": dict(
+        w=astype(params(), "bfloat16"), x=inputs().astype("bfloat16"), policy="everything",
+        tolerance=0.05,
     ),
-    "bfloat16": (layer, "stack", 0.05, {**HALF, "x": inputs().astype("bfloat16")}),
-    "composed": (stacks.composed, "list", 2e-5, {"policy": "everything", "key": KEY}),
-    "frozen by a tree": (
-        layer, "stack", 1e-5,
-        {"trainable": {"a": True, "b": False, "c": np.True_}, "plain": freeze("b")},
+    "composed": dict(
+        layer=stacks.composed, form="list", policy="everything", key=KEY, tolerance=2e-5
     ),
-    "frozen by path": (
-        layer, "stack", 1e-5,
-        {
-            "trainable": lambda path, leaf: path[0].key != "b", "params_in": "device",
-            "plain": freeze("b"),
-        },
+    "frozen by a tree": dict(
+        trainable={"a": True, "b": False, "c": np.True_}, plain=freeze("b"), tolerance=1e-5
     ),
-    "frozen": (layer, "stack", 1e-5, {"trainable": False, "plain": freeze("a", "b", "c")}),
+    "frozen by path": dict(
+        trainable=lambda path, leaf: path[0].key != "b", params_in="device", plain=freeze("b"),
+        tolerance=1e-5,
+    ),
+    "frozen": dict(trainable=False, plain=freeze("a", "b", "c"), tolerance=1e-5),
 }  # fmt: skip
-# They could fail separately, but combine what those above and the residuals of policies show.
-MORE_GRADIENTS = {
-    "composed, recomputed": (
-        stacks.composed, "stack", 2e-5, {"num_slices": 2, "num_microbatches": 2, "key": KEY}
+# These could fail separately, but combine what those above and the tests of residuals show.
+MORE_GRADIENTS: dict[str, dict[str, Any]] = {
+    "composed, recomputed": dict(layer=stacks.composed, key=KEY, tolerance=2e-5, **TWO),
+    "casting": dict(
+        layer=stacks.casting, form="list", num_slices=2, policy="nothing", tolerance=2e-2
     ),
-    "casting": (stacks.casting, "list", 2e-2, {"num_slices": 2, "policy": "nothing"}),
-    "named": (
-        stacks.named, "list", 2e-5, {"num_slices": 2, "num_microbatches": 2, "policy": "dots"}
+    "named": dict(layer=stacks.named, form="list", policy="dots", tolerance=2e-5, **TWO),
+    "offloading": dict(
+        layer=offloading, form="list", policy="everything", plain=stacks.named, tolerance=2e-5,
+        **TWO,
     ),
-    "offloading": (
-        offloading, "list", 2e-5,
-        {"num_slices": 2, "num_microbatches": 2, "policy": "everything", "plain": stacks.named},
-    ),
-    "empty batch": (
-        layer, "stack", 0,
-        {
-            "w": jax.tree.map(lambda a: a.astype("float16"), params()), "policy": "everything",
-            "x": inputs()[:0].astype("float16"),
-        },
+    "empty batch": dict(
+        w=astype(params(), "float16"), x=inputs()[:0].astype("float16"), policy="everything"
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_match_in_memory(name):
-    check(GRADIENTS[name])
+    check_gradients(**GRADIENTS[name])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MORE_GRADIENTS)
 def test_more_gradients_match_in_memory(name):
-    check(MORE_GRADIENTS[name])
-
-
-def check(case):
-    *args, options = case
-    check_gradients(*args, **options)
+    check_gradients(**MORE_GRADIENTS[name])
 
 
 def test_without_key_outside_jit():
