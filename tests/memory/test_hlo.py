@@ -12,10 +12,6 @@ FileNames
 1 "/home/me/train.py"
 2 "/usr/lib/python3/site-packages/flax/linear.py"
 
-FunctionNames
-1 "step"
-2 "__call__"
-
 FileLocations
 1 {file_name_id=1 function_name_id=1 line=20 end_line=20 column=4 end_column=59}
 2 {file_name_id=2 function_name_id=2 line=7 end_line=7 column=4 end_column=59}
@@ -24,12 +20,6 @@ StackFrames
 1 {file_location_id=1 parent_frame_id=1}
 2 {file_location_id=2 parent_frame_id=2}
 
-
-%sum (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %add = f32[] add(%a, %b)
-}
 
 %fused_all_reduce (p: f32[4]) -> f32[4] {
   %p = f32[4]{0} parameter(0)
@@ -66,13 +56,10 @@ ENTRY %main (w.1: f32[8,4]) -> f32[4] {
 """
 
 
-def test_collectives_in_a_fusion_in_a_loop():
+def test_sources_and_counts_in_a_loop():
     library = "/usr/lib/python3/site-packages/flax/linear.py:7"
     expected = Collective("all-reduce", 16, 6, library, caller="/home/me/train.py:20")
-    assert collectives(LOOP) == (expected,)
-
-
-def test_transfers_in_a_loop():
+    assert collectives(LOOP) == (expected,)  # in a fusion
     assert transfers(LOOP) == (
         Transfer("to_host", "f32[8,4]", 128, 1, ""),
         Transfer("to_device", "f32[1,4]", 16, 6, "/home/me/train.py:20"),
@@ -81,39 +68,30 @@ def test_transfers_in_a_loop():
 
 
 def test_instruction_of_an_asynchronous_value():
-    text = LOOP.replace("%fused_all_reduce", "%wrapped_sum_computation.3")
-    instruction = parse(text).instruction_of("wrapped_sum.3")
-    assert instruction is not None and instruction.name == "inner"
-    assert parse(text).instruction_of("nothing") is None
-
-
-def module(*lines):
-    return "\n".join(["HloModule m", "", "ENTRY %main () -> f32[] {", *lines, "}"])
+    program = parse(LOOP.replace("%fused_all_reduce", "%wrapped_sum_computation.3"))
+    assert program.instruction_of("wrapped_sum.3") == program.instructions["inner"]
+    assert program.instruction_of("nothing") is None
 
 
 @pytest.mark.parametrize(
-    ("lines", "expected"),
+    ("line", "expected"),
     [
-        (["  %r = f32[128]{0} all-reduce(%p), channel_id=1"], ("all-reduce", 512)),
-        (["  %r = (f32[2,3]{1,0}, /*index=1*/f32[]) all-reduce-start(%p, %q)"], ("all-reduce", 28)),
-        (["  %r = ((f32[128]{0}), f32[128]{0}) all-reduce-start(%p)"], ("all-reduce", 512)),
-        (
-            ["  %r = ((f32[2,3]{1,0}, f32[]), (f32[2,3]{1,0}, f32[])) all-reduce-start(%p, %q)"],
-            ("all-reduce", 28),
-        ),
-        (["  %r = f32[4]{0} all-reduce-done(%s)"], None),
-        (["  %g = ((f32[16]), f32[128]) all-gather-start(%p)"], ("all-gather", 512)),
-        (["  %g = (f32[16], f32[128]) all-gather-start(%p)"], ("all-gather", 512)),
-        (["  %c = bf16[8,4]{1,0} collective-permute(%p)"], ("collective-permute", 64)),
-        (
-            ["  %p = f32[64]{0} parameter(0)", "  ROOT %s = f32[8]{0} reduce-scatter(%p)"],
-            ("reduce-scatter", 256),
-        ),
-        (["  %f = f32[4]{0} add(%all-reduce), x={%all-reduce-computation}"], None),
+        ("%r = f32[128]{0} all-reduce(%p), channel_id=1", ("all-reduce", 512)),
+        ("%r = (f32[2,3]{1,0}, /*index=1*/f32[]) all-reduce-start(%p, %q)", ("all-reduce", 28)),
+        ("%r = ((f32[128]{0}), f32[128]{0}) all-reduce-start(%p)", ("all-reduce", 512)),
+        ("%r = ((f32[6], f32[]), (f32[6], f32[])) all-reduce-start(%p, %q)", ("all-reduce", 28)),
+        ("%r = f32[4]{0} all-reduce-done(%s)", None),
+        ("%g = ((f32[16]), f32[128]) all-gather-start(%p)", ("all-gather", 512)),
+        ("%g = (f32[16], f32[128]) all-gather-start(%p)", ("all-gather", 512)),
+        ("%c = bf16[8,4]{1,0} collective-permute(%p)", ("collective-permute", 64)),
+        ("%s = f32[8]{0} reduce-scatter(%large)", ("reduce-scatter", 256)),
+        ("%f = f32[4]{0} add(%all-reduce), x={%all-reduce-computation}", None),
     ],
 )
-def test_collectives_of_one_instruction(lines, expected):
-    result = [(c.kind, c.bytes) for c in collectives(module(*lines))]
+def test_collectives_of_one_instruction(line, expected):
+    large = "  %large = f32[64]{0} parameter(0)"
+    text = f"HloModule m\n\nENTRY %main () -> f32[] {{\n{large}\n  {line}\n}}"
+    result = [(c.kind, c.bytes) for c in collectives(text)]
     assert result == ([expected] if expected else [])
 
 
@@ -135,25 +113,38 @@ ENTRY %main (i: s32[]) -> f32[4] {
     assert collectives(text) == (Collective("all-reduce", 16, 2, ""),)
 
 
-def test_shapes():
-    assert [a.bytes for a in arrays("(bf16[3,5]{1,0}, pred[7], s4[3], f8e4m3fn[6], c64[])")] == [
-        30, 7, 2, 6, 8,
-    ]  # fmt: skip
-    assert [a.bytes for a in arrays("f32[0,4]{1,0}")] == [0]
-    assert [a.bytes for a in arrays("f32[<=8,4]{1,0}")] == [128]
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ("(bf16[3,5]{1,0}, pred[7], s4[3], f8e4m3fn[6], c64[])", [30, 7, 2, 6, 8]),
+        ("f32[0,4]{1,0}", [0]),
+        ("f32[<=8,4]{1,0}", [128]),
+        ("token[]", [0]),
+    ],
+)
+def test_bytes_of_shapes(shape, sizes):
+    assert [array.bytes for array in arrays(shape)] == sizes
+
+
+def test_memory_of_shapes():
     host, device = arrays("(f32[8]{0:T(128)S(5)}, f32[8]{0:T(128)})")
     assert host.on_host and not device.on_host
-    assert arrays("token[]")[0].bytes == 0
 
 
 TPU_LOOP = """\
 HloModule jit_layers, is_scheduled=true
 
+%fused_compare (p0: s32[], p1: s32[]) -> pred[] {
+  %p1 = s32[] parameter(1)
+  %p0 = s32[] parameter(0)
+  ROOT %fused_less = pred[] compare(%p1, %p0), direction=LT
+}
+
 %condition (state: (s32[], f32[16,8,128], s32[])) -> pred[] {
-  %END
+  %bound = s32[]{:T(128)} BOUND
   %state = (s32[]{:T(128)}, f32[16,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) parameter(0)
   %counter = s32[]{:T(128)} get-tuple-element(%state), index=0
-  ROOT %less = pred[]{:T(512)} compare(%counter, %bound), direction=LT
+  ROOT %less = pred[]{:T(512)} COMPARE
 }
 
 %body (state.1: (s32[], f32[16,8,128], s32[])) -> (s32[], f32[16,8,128], s32[]) {
@@ -162,7 +153,10 @@ HloModule jit_layers, is_scheduled=true
   %i = s32[]{:T(128)} get-tuple-element(%state.1), index=0
   %load = f32[1,8,128]{2,1,0:T(8,128)S(1)} dynamic-slice(%w, %i), dynamic_slice_sizes={1,8,128}
   %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%i, %one)
+  %two = s32[]{:T(128)} constant(2)
+  %minus = s32[]{:T(128)} constant(-1)
+  %unknown = s32[]{:T(128)} custom-call()
+  %next = s32[]{:T(128)} NEXT
   ROOT %out = (s32[]{:T(128)}, f32[16,8,128]{2,1,0:T(8,128)S(5)}, s32[]{:T(128)}) tuple(%next, %w, %one)
 }
 
@@ -178,41 +172,27 @@ ENTRY %main (w.1: f32[16,8,128]) -> s32[] {
 """
 
 
+COMPARE = "compare(%counter, %bound), direction=LT"
+FUSED = "fusion(%bound, %counter), kind=kLoop, calls=%fused_compare"  # by XLA for GPUs
+ELEMENT = "get-tuple-element(%state), index=2"  # of the loop's state, which starts as 16
+
+
 @pytest.mark.parametrize(
-    ("end", "trips"),
+    ("bound", "next_value", "compare", "trips"),
     [
-        ("bound = s32[]{:T(128)} constant(12)", 12),
-        ("bound = s32[]{:T(128)} get-tuple-element(%state), index=2", 16),
-        ("bound = s32[]{:T(128)} custom-call()", 1),
+        ("constant(12)", "add(%i, %one)", COMPARE, 12),
+        (ELEMENT, "add(%i, %one)", COMPARE, 16),
+        (ELEMENT, "add(%i, %one)", FUSED, 16),
+        ("constant(11)", "fusion(%i)", COMPARE, 11),  # XLA fuses a scan's sum only
+        ("constant(11)", "add(%i, %two)", COMPARE, 6),
+        ("custom-call()", "add(%i, %one)", COMPARE, None),
+        ("constant(11)", "add(%i, %unknown)", COMPARE, None),
+        ("constant(11)", "add(%i, %minus)", COMPARE, None),
     ],
 )
-def test_loops_of_tpus(end, trips):
-    (load,) = transfers(TPU_LOOP.replace("END", end))
-    assert (load.direction, load.shape, load.count) == ("to_device", "f32[1,8,128]", trips)
-
-
-def test_loops_with_a_fused_condition():
-    """XLA for GPUs fuses a comparison with an element of the loop's state."""
-    fused = """
-%fused_compare (p0: s32[], p1: s32[]) -> pred[] {
-  %p1 = s32[] parameter(1)
-  %p0 = s32[] parameter(0)
-  ROOT %less = pred[] compare(%p1, %p0), direction=LT
-}
-"""
-    compare = "compare(%counter, %bound), direction=LT"
-    assert compare in TPU_LOOP
-    text = TPU_LOOP.replace(compare, "fusion(%bound, %counter), kind=kLoop, calls=%fused_compare")
-    text = text.replace("END", "bound = s32[]{:T(128)} get-tuple-element(%state), index=2")
-    program = parse(fused + text)
-    assert program.trip_count(program.instructions["loop"]) == 16
-
-
-@pytest.mark.parametrize(
-    ("step", "trips"),
-    [("constant(1)", 11), ("constant(2)", 6), ("custom-call()", None), ("constant(-1)", None)],
-)
-def test_steps_of_the_counter_on_tpus(step, trips):
-    text = TPU_LOOP.replace("END", "bound = s32[]{:T(128)} constant(11)")
-    program = parse(text.replace("%one = s32[]{:T(128)} constant(1)", f"%one = s32[] {step}"))
+def test_trip_counts_that_the_compiler_does_not_state(bound, next_value, compare, trips):
+    text = TPU_LOOP.replace("BOUND", bound).replace("NEXT", next_value)
+    program = parse(text.replace("COMPARE", compare))
     assert program.trip_count(program.instructions["loop"]) == trips
+    (load,) = transfers(program)  # and not of the allocation on the host
+    assert (load.direction, load.shape, load.count) == ("to_device", "f32[1,8,128]", trips or 1)
