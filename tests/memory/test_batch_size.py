@@ -63,7 +63,12 @@ def test_search(size, options, largest):
 def test_start_of_numpy():
     """The step gets Python integers."""
     tried = []
-    max_batch_size(lambda batch: tried.append(batch) or ((batch, 0, 1.0),), start=np.int8(8), **SMALL)
+
+    def step_for_batch(batch):
+        tried.append(batch)
+        return ((batch, 0, 1.0),)
+
+    max_batch_size(step_for_batch, start=np.int8(8), **SMALL)
     assert {type(batch) for batch in tried} == {int} and tried[0] == 8
 
 
