@@ -1,7 +1,6 @@
 """Plans of functions that take nnx modules and optimizers."""
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -99,8 +98,8 @@ def test_arrays_of_modules_keep_their_memory_kind():
 REFUSED = pytest.raises(TypeError, match=r"`args\[0\]` is a Network.*nnx.jit")
 
 
-def test_rejects_functions_without_nnx_jit(monkeypatch):
-    monkeypatch.setattr(sys.modules["effjax.memory.plan"], "find_compiler", lambda name: None)
+@needs_gpu_compiler
+def test_rejects_functions_without_nnx_jit():
     model, optimizer = shapes()
     for fn in (step, jax.jit(step), nnx.jit(step).__wrapped__, nnx.value_and_grad(step)):
         with REFUSED:

@@ -1,7 +1,6 @@
 """Plans of programs whose bytes are known."""
 
 import dataclasses
-import io
 import json
 
 import jax
@@ -25,19 +24,16 @@ HOST_MEMORY_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 GIB = 2**30
 
 
-def test_bytes(matmul_plan):
+def test_bytes_and_buffers(matmul_plan):
     p = matmul_plan
     assert (p.device.arguments, p.device.outputs) == (2 * MATRIX, MATRIX)
     assert p.device.temporaries == MATRIX  # tanh(a @ b), the only intermediate
     assert (p.device.aliased, p.device.generated_code, p.constant_bytes) == (0, 0, 0)
     assert p.peak_device_bytes == p.device.total == 4 * MATRIX
     assert p.host.total == 0 and p.collectives == () and p.transfers == ()
-    assert p.num_devices == 1 and p.target.name == "h200"
-    assert "ENTRY" in p.hlo
+    assert p.num_devices == 1 and p.target.name == "h200" and "ENTRY" in p.hlo
 
-
-def test_peak_buffers(matmul_plan):
-    buffers = matmul_plan.peak_buffers
+    buffers = p.peak_buffers
     assert sorted(b.kind for b in buffers) == ["argument", "argument", "output", "temporary"]
     assert all(b.bytes == MATRIX and b.shape == "f32[1024,1024]" for b in buffers)
     assert {b.operation for b in buffers if b.kind == "argument"} == {"a", "b"}
@@ -47,17 +43,20 @@ def test_peak_buffers(matmul_plan):
     assert all("dot_general" in b.operation or "tanh" in b.operation for b in made)
 
 
-def test_report(matmul_plan):
+def test_report(matmul_plan, rich_text):
     text = str(matmul_plan)
     assert "16.8 MB at the peak fits in 113.5 GB (75% of NVIDIA H200" in text
     assert "f32[1024,1024]" in text and "conftest.py" in text
+    assert "16.8 MB" in rich_text(matmul_plan)
     record = json.loads(json.dumps(matmul_plan.to_dict()))
     assert record["peak_device_bytes"] == 4 * MATRIX and record["fits"] is True
     assert set(record["target"]) == {"name", "description", "memory_bytes"}
     assert len(record["peak_buffers"]) == 4 and "hlo" not in record
-    console = pytest.importorskip("rich.console").Console(width=150, file=io.StringIO())
-    console.print(matmul_plan)
-    assert "f32[1024,1024]" in console.file.getvalue()
+
+    p = dataclasses.replace(matmul_plan, target=find_target("l4"), memory_fraction=0.001)
+    assert p.available_bytes == int(0.001 * 22 * GIB) and p.fits
+    p = dataclasses.replace(p, memory_fraction=0.0001)
+    assert not p.fits and "DOES NOT FIT" in str(p) and p.share > 1
 
 
 def test_plot(matmul_plan, plot):
@@ -72,20 +71,12 @@ def test_plot(matmul_plan, plot):
 
 
 def test_donation_hint(matmul_plan):
-    hint = "hint: nothing is donated; where results replace arguments (donate_argnums), 4.2 MB of"
-    assert hint in str(matmul_plan)
+    assert "(donate_argnums), 4.2 MB of" in str(matmul_plan)
     other = [dataclasses.replace(b, shape=f"{b.kind}[]") for b in matmul_plan.peak_buffers]
     assert "donate" not in str(dataclasses.replace(matmul_plan, peak_buffers=tuple(other)))
     on_host = dataclasses.replace(matmul_plan.host, arguments=10**9, outputs=10**9)
     text = str(dataclasses.replace(matmul_plan, host=on_host))
-    assert "4.2 MB of device memory and 1.0 GB of host memory would be saved" in text
-
-
-def test_fits(matmul_plan):
-    p = dataclasses.replace(matmul_plan, target=find_target("l4"), memory_fraction=0.001)
-    assert p.available_bytes == int(0.001 * 22 * GIB) and p.fits
-    p = dataclasses.replace(p, memory_fraction=0.0001)
-    assert not p.fits and "DOES NOT FIT" in str(p) and p.share > 1
+    assert "4.2 MB of device memory and 1.0 GB of host memory" in text
 
 
 def test_donation_unused_arguments_and_compiler_options():
@@ -146,14 +137,17 @@ def on_host(*shape, devices=1):
     return f32(*shape, sharding=sharding)
 
 
+def layers(w, x):
+    """Move the kernel of each layer to the device, and its input to the host."""
+
+    def layer(x, w):
+        y = jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device))
+        return y, jax.device_put(x, jax.memory.Space.Host)
+
+    return jax.lax.scan(layer, x, w)
+
+
 def test_host_arguments_and_results_stream():
-    def layers(w, x):
-        def layer(x, w):
-            y = jnp.tanh(x @ jax.device_put(w, jax.memory.Space.Device))
-            return y, jax.device_put(x, jax.memory.Space.Host)
-
-        return jax.lax.scan(layer, x, w)
-
     matrix = 4 * 256 * 256
     p = plan(layers, on_host(16, 256, 256), f32(256, 256))
     assert (p.host.arguments, p.host.outputs) == (16 * matrix, 16 * matrix)
@@ -171,7 +165,7 @@ def test_pinned_host_memory_limit(matmul_plan, monkeypatch):
     host = dataclasses.replace(matmul_plan.host, arguments=GIB)
     p = dataclasses.replace(matmul_plan, num_devices=2, host=host, host_memory_bytes=None)
     assert p.peak_host_bytes == 2 * GIB and p.fits
-    assert f"2.1 GB of pinned host memory (set {HOST_MEMORY_VARIABLE}=2 before JAX" in str(p)
+    assert "2.1 GB of pinned host" in str(p) and f"{HOST_MEMORY_VARIABLE}=2" in str(p)
     p = dataclasses.replace(p, host_memory_bytes=GIB)
     assert not p.fits
     assert "2.1 GB of pinned host memory DOES NOT FIT in 1.1 GB" in str(p)
@@ -215,7 +209,7 @@ def test_collectives_in_a_loop(mesh8):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["b200", "a100-40", "l4"])  # the others have h100, h200
-def test_target(target):
+def test_targets(target):
     p = plan(lambda x: jnp.tanh(x @ x), f32(256, 256), target=target)
     assert p.target.name == target and p.device.arguments == 4 * 256 * 256
 
@@ -235,28 +229,26 @@ def test_target_file(tmp_path):
         dataclasses.replace(target, config=path)
 
 
+def prints(x):
+    jax.debug.print("{}", x)
+    return x
+
+
 @pytest.mark.parametrize(
-    ("match", "options"),
+    ("error", "match", "function", "options"),
     [
-        (r"`target` \(='h300'\) must be one of h200, h100", {"target": "h300"}),
-        (r"`memory_fraction` \(=1.5\)", {"memory_fraction": 1.5}),
-        (r"`host_memory_bytes` \(=0\)", {"host_memory_bytes": 0}),
-        (r"`num_devices` \(=8\)", {"num_devices": 8}),
+        (ValueError, r"`target` \(='h300'\).*h200, h100", jnp.sin, {"target": "h300"}),
+        (ValueError, "`memory_fraction`", jnp.sin, {"memory_fraction": 1.5}),
+        (ValueError, "`host_memory_bytes`", jnp.sin, {"host_memory_bytes": 0}),
+        (ValueError, "`num_devices`", jnp.sin, {"num_devices": 8}),
+        (ValueError, "`donate_argnums`", jax.jit(jnp.cos), {"donate_argnums": 0}),
+        (PlanError, "H200.*no_such_flag", jnp.sin, {"compiler_options": {"no_such_flag": True}}),
+        (PlanError, "callbacks to Python", prints, {}),
     ],
 )
-def test_rejects_wrong_options(match, options):
-    with pytest.raises(ValueError, match=match):
-        plan(lambda x: x + 1, f32(8), **options)
-
-
-def test_rejects_jit_options_of_a_jitted_function():
-    with pytest.raises(ValueError, match="`donate_argnums`"):
-        plan(jax.jit(lambda x: x + 1), f32(8), donate_argnums=0)
-
-
-def test_compiler_error():
-    with pytest.raises(PlanError, match="NVIDIA H200.*no_such_flag"):
-        plan(jnp.sin, f32(8), compiler_options={"no_such_flag": True})
+def test_rejects(error, match, function, options):
+    with pytest.raises(error, match=match):
+        plan(function, f32(8), **options)
 
 
 @pytest.mark.exhaustive
@@ -265,15 +257,6 @@ def test_kernel_that_the_compiler_does_not_know():
     result = plan(other, f32(1024))
     assert result.device.outputs == 2 * 4096 and result.device.temporaries == 4096
     assert "my_kernel" in str(result.step_time.unknown_kernels)
-
-
-def test_rejects_python_callbacks():
-    def step(x):
-        jax.debug.print("{}", x)
-        return x
-
-    with pytest.raises(PlanError, match="callbacks to Python"):
-        plan(step, f32(4))
 
 
 def deform_conv(mesh):
@@ -287,7 +270,7 @@ def deform_conv(mesh):
 @pytest.mark.parametrize("devices", [8, 16])
 def test_rejects_operators_with_a_partitioning_rule(mesh8, devices):
     conv, arguments = deform_conv(mesh8 if devices == 8 else abstract_mesh(16, "data"))
-    with pytest.raises(PlanError, match="Explicit axes .* plan the step inside jax.shard_map"):
+    with pytest.raises(PlanError, match="Explicit.*shard_map"):
         plan(conv, *arguments)
 
 
