@@ -1,5 +1,6 @@
 """Which kernels run on GPUs by default: verdicts on disk, and `set_default`."""
 
+import hashlib
 import json
 import logging
 import os
@@ -22,16 +23,23 @@ KEY = Key("NVIDIA H100 80GB HBM3", "580.95.05", "13.1", "0" * 64)
 FASTER = {"float32": "faster"}
 
 
+find_key = defaults.find_key
+
+
 @pytest.fixture(autouse=True)
 def _gpu(monkeypatch, tmp_path):
-    """Simulate a machine with a GPU and an empty cache."""
+    """Simulate a machine with a GPU, with CUDA kernels and with an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(defaults.VARIABLE, raising=False)
     monkeypatch.setattr(native, "_choice", None)
+    monkeypatch.setattr(native, "_load", lambda platform: native.LOADED)
     monkeypatch.setattr(defaults, "find_key", lambda _: KEY)
-    defaults._outcomes_here.cache_clear()
+    caches = defaults._outcomes_here, defaults.warn_of_slow_sums
+    for cache in caches:
+        cache.cache_clear()
     yield
-    defaults._outcomes_here.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def calls(function, *args) -> set[str]:
@@ -66,13 +74,9 @@ def aggregate(x):
     return effjax.dcn_aggregate(x, offset, mask, kernel_size=1)
 
 
-needs_cuda = pytest.mark.skipif(
-    not native.is_available("cuda"), reason="built without CUDA kernels"
-)
 X = jax.ShapeDtypeStruct((1, 4, 4, 2), "float32")
 
 
-@needs_cuda
 @pytest.mark.parametrize(
     ("kernel", "operator", "target"),
     [
@@ -93,7 +97,6 @@ def test_validated_kernels_run_by_default(kernel, operator, target):
     assert calls(operator, X) == set()
 
 
-@needs_cuda
 def test_dtype_of_the_kernel(x64):
     """float64 positions make the kernel run in float64."""
     defaults.write_verdict(KEY, {"roi_pool": FASTER})
@@ -104,23 +107,20 @@ def test_dtype_of_the_kernel(x64):
     assert calls(align, X, boxes) == {"roi_pool"}
 
 
-@needs_cuda
-def test_choices(monkeypatch):
+@pytest.mark.parametrize(
+    ("choice", "value", "aligns", "convolves"),
+    [("xla", "off", False, False), ("cuda", "on", True, True), ("validated", "", True, False)],
+)
+def test_choices(monkeypatch, choice, value, aligns, convolves):
     defaults.write_verdict(KEY, {"roi_pool": FASTER})
-    native.set_default("xla")
-    assert calls(align, X) == calls(convolve, X) == set()
-    native.set_default("cuda")
-    assert calls(align, X) and calls(convolve, X)
-    native.set_default("validated")
-    assert calls(align, X) and not calls(convolve, X)
-    monkeypatch.setattr(native, "_choice", None)
-    for value, expected in {"on": (True, True), "off": (False, False), "": (True, False)}.items():
-        monkeypatch.setenv(defaults.VARIABLE, value)
-        assert (bool(calls(align, X)), bool(calls(convolve, X))) == expected
+    monkeypatch.setenv(defaults.VARIABLE, value)
+    assert (bool(calls(align, X)), bool(calls(convolve, X))) == (aligns, convolves)
     monkeypatch.setenv(defaults.VARIABLE, "maybe")
-    with pytest.raises(ValueError, match=r"EFFJAX_CUDA \(='maybe'\) must be"):
+    with pytest.raises(ValueError, match=r"EFFJAX_CUDA \(='maybe'\)"):
         calls(align, X)
-    with pytest.raises(ValueError, match=r"`choice` \(='on'\) must be"):
+    native.set_default(choice)
+    assert (bool(calls(align, X)), bool(calls(convolve, X))) == (aligns, convolves)
+    with pytest.raises(ValueError, match=r"`choice` \(='on'\)"):
         native.set_default("on")  # pyright: ignore
 
 
@@ -143,12 +143,9 @@ def test_other_platforms_decide_nothing(monkeypatch):
         ), X)  # fmt: skip
 
 
-def test_missing_verdict_is_read_and_logged_once(monkeypatch, caplog):
+def test_missing_verdict_is_logged_once(caplog):
     caplog.set_level(logging.INFO, "effjax.native")
-    reads, read = [], defaults.read_verdict
-    monkeypatch.setattr(defaults, "read_verdict", lambda key: reads.append(key) or read(key))
     assert not any(defaults.uses_cuda("roi_pool", dtype) for dtype in ("float32", "float16"))
-    assert reads == [KEY]
     assert len(caplog.messages) == 1 and "`effjax doctor --gpu`" in caplog.messages[0]
     defaults.write_verdict(KEY, {})
     assert not defaults.uses_cuda("roi_pool", "float32") and len(caplog.messages) == 1
@@ -196,9 +193,9 @@ def test_damaged_verdicts_are_ignored(change, caplog):
 
 def test_folder_is_that_of_platformdirs(monkeypatch):
     platformdirs = pytest.importorskip("platformdirs.unix")
-    assert defaults.cache_folder() == platformdirs.Unix("effjax").user_cache_path / "kernels"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert defaults.cache_folder() == platformdirs.Unix("effjax").user_cache_path / "kernels"
+    for _ in range(2):
+        assert defaults.cache_folder() == platformdirs.Unix("effjax").user_cache_path / "kernels"
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
 
 def test_user_without_a_home_directory(monkeypatch):
@@ -212,25 +209,25 @@ def test_user_without_a_home_directory(monkeypatch):
     assert defaults.read_verdict(KEY) is None and not defaults.uses_cuda("roi_pool", "float32")
 
 
-def test_key_of_a_machine(monkeypatch, tmp_path):
-    monkeypatch.undo()
-    (tmp_path / "library").write_bytes(b"kernels")
-    monkeypatch.setattr(native, "is_available", lambda _: True)
-    monkeypatch.setattr(native, "_file", lambda _: tmp_path / "library")
-    monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 12080, 2, 90))
-    monkeypatch.setattr(defaults, "_driver_version", lambda: "570.1")
-    devices = [types.SimpleNamespace(device_kind=kind) for kind in ("A", "A")]
+def device(kind):
+    return types.SimpleNamespace(device_kind=kind)
+
+
+@pytest.mark.parametrize(
+    ("devices", "count", "gpu"),
+    [
+        ([device("A"), device("A")], 2, "A"),
+        ([device("A"), device("B")], 2, None),
+        ([device("A")], 0, None),
+    ],
+)
+def test_key_of_a_machine(monkeypatch, tmp_path, devices, count, gpu):
+    (tmp_path / "libeffjax_cuda13.so").write_bytes(b"kernels")
+    monkeypatch.setattr(native.resources, "files", lambda _: tmp_path)
+    monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 12080, count, 90))
     monkeypatch.setattr(jax, "local_devices", lambda backend: devices)
-    key = defaults.find_key("cuda")
-    assert key is not None and key[:3] == ("A", "570.1", "12.8")
-    (tmp_path / "library").write_bytes(b"other kernels")
-    other = defaults.find_key("cuda")
-    assert other is not None and other[:3] == key[:3] and other.library != key.library
-    devices.append(types.SimpleNamespace(device_kind="B"))
-    assert defaults.find_key("cuda") is None
-    monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 12080, 0, 0))
-    assert defaults.find_key("cuda") is None
-    assert isinstance(defaults._driver_version(), str)
+    digest = hashlib.sha256(b"kernels").hexdigest()
+    assert find_key("cuda") == (gpu and Key(gpu, defaults._driver_version(), "12.8", digest))
 
 
 @pytest.mark.parametrize("outcome", ["faster", "slower", "wrong"])
@@ -245,44 +242,49 @@ def test_attention_of_cudnn_unless_it_is_wrong_here(outcome):
     assert ("scan" in program) == (outcome == "wrong")
 
 
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """Return a function that pretends a version of jaxlib, and a GPU."""
+
+    def pretend(jaxlib, capability=None):
+        monkeypatch.setattr(defaults.metadata, "version", lambda name: jaxlib)
+        if capability:
+            gpu = types.SimpleNamespace(compute_capability=capability)
+            monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+            monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+
+    return pretend
+
+
 @pytest.mark.parametrize(
     ("jaxlib", "capability", "told"),
     [
+        ("0.10.2", None, None),  # on a CPU
         ("0.10.2", "8.0", "compare-and-swap, which"),
         ("0.11.0", "9.0", "compare-and-swap for some shapes, which"),
         ("0.11.1", "8.0", None),
         ("0.12.0.1", "8.9", None),
     ],
 )
-def test_slow_sums_on_gpus(monkeypatch, jaxlib, capability, told):
-    device = types.SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr(defaults.metadata, "version", lambda name: jaxlib)
-    assert defaults.describe_slow_sums() is None  # on a CPU
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+def test_slow_sums_on_gpus(pretend_gpu, jaxlib, capability, told):
+    pretend_gpu(jaxlib, capability)
     text = defaults.describe_slow_sums()
     assert text is None if told is None else told in text and f"jaxlib {jaxlib}" in text
 
 
-def test_slow_sums_are_logged_once(monkeypatch, caplog):
+def test_slow_sums_are_logged_once(pretend_gpu, caplog):
     """Where plain XLA runs on a GPU, and not where the CUDA kernels do."""
-    monkeypatch.setattr(defaults, "describe_slow_sums", lambda: "slow sums")
-    monkeypatch.setattr(native, "is_available", lambda platform: True)
-    defaults.warn_of_slow_sums.cache_clear()
-    arguments = jnp.ones((1, 8, 8, 4)), jnp.ones((1, 2, 4))
-
-    def trace(implementation):
-        pool = lambda x, boxes: effjax.roi_align(  # noqa: E731
-            x, boxes, output_size=2, implementation=implementation
-        )
-        jax.make_jaxpr(pool)(*arguments)
-
-    with trace_for_platform("cpu"):
-        trace("xla")
-    with trace_for_platform("cuda"):
-        trace("native")
-        assert not caplog.records
-        trace("xla")
-        trace(None)
-    assert [record.getMessage() for record in caplog.records].count("slow sums") == 1
-    defaults.warn_of_slow_sums.cache_clear()
+    x, boxes = jnp.ones((1, 8, 8, 4)), jnp.ones((1, 2, 4))
+    pretend_gpu("0.10.2", "8.0")
+    counts = []
+    for platform, implementation in (
+        ("cpu", "xla"), ("cuda", "native"), ("cuda", "xla"), ("cuda", None)
+    ):  # fmt: skip
+        with trace_for_platform(platform):
+            jax.make_jaxpr(
+                lambda x, boxes, implementation=implementation: effjax.roi_align(
+                    x, boxes, output_size=2, implementation=implementation
+                )
+            )(x, boxes)
+        counts.append(sum("compare-and-swap" in message for message in caplog.messages))
+    assert counts == [0, 0, 1, 1]
