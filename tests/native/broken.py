@@ -66,48 +66,34 @@ def broken_copy(x, fault: str):
 broken_copy.defvjp(lambda x, fault: (broken_copy(x, fault), None), lambda fault, _, dy: (dy,))
 
 
-def correct(apply):
-    return functools.partial(apply, implementation="native")
-
-
-def wrong_value(apply):
-    return lambda *args: 1.001 * correct(apply)(*args)
-
-
-def wrong_gradient(apply):
-    def function(*args):
-        y = correct(apply)(*args)
-        return 0.5 * y + 0.5 * jax.lax.stop_gradient(y)
-
-    return function
-
-
-def wrong_only_at_nan(apply):
-    def function(value, locations, weights):
-        y = correct(apply)(value, locations, weights)
-        return jnp.where(jnp.isfinite(locations).all(), y, jnp.nan)
-
-    return function
-
-
-def call_host(callback):
-    """Return a candidate that multiplies the result by a number from the host."""
+def changed(change):
+    """Return a candidate with the result `change(y, *args)` in place of y."""
 
     def candidate(apply):
-        def function(*args):
-            y = correct(apply)(*args)
-            factor = jax.pure_callback(callback, jax.ShapeDtypeStruct((), y.dtype))
-            return y * jax.lax.stop_gradient(factor)
-
-        return function
+        correct = functools.partial(apply, implementation="native")
+        return lambda *args: change(correct(*args), *args)
 
     return candidate
 
 
+def with_fault(fault):
+    return changed(lambda y, *_: broken_copy(y, fault))
+
+
+def times_host(callback):
+    """Return a candidate that multiplies the result by a number from the host."""
+
+    def change(y, *_):
+        factor = jax.pure_callback(callback, jax.ShapeDtypeStruct((), y.dtype))
+        return y * jax.lax.stop_gradient(factor)
+
+    return changed(change)
+
+
 def vary(low):
-    """Return a callback whose every third number is not 1."""
+    """Return a candidate that multiplies by a number which is not 1 in every third call."""
     counter = itertools.count(1)
-    return lambda: np.float32(low if next(counter) % 3 == 0 else 1)
+    return times_host(lambda: np.float32(low if next(counter) % 3 == 0 else 1))
 
 
 def sleep(seconds):
@@ -115,13 +101,15 @@ def sleep(seconds):
         time.sleep(seconds)
         return np.float32(1)
 
-    return callback
+    return times_host(callback)
 
 
-def with_fault(fault):
-    return lambda apply: lambda *args: broken_copy(correct(apply)(*args), fault)
-
-
+correct = changed(lambda y, *_: y)
+wrong_value = changed(lambda y, *_: 1.001 * y)
+wrong_gradient = changed(lambda y, *_: 0.5 * y + 0.5 * jax.lax.stop_gradient(y))
+wrong_only_at_nan = changed(
+    lambda y, value, locations, weights: jnp.where(jnp.isfinite(locations).all(), y, jnp.nan)
+)
 _small = functools.partial(make_attention, queries=3, heads=1, c=2, points=1)
 _special = functools.partial(_small, special=True)
 
@@ -164,20 +152,20 @@ _ANY = "guard|repetition|value"
 # report. None is no failure.
 _TABLE = {
     "correct": (of_candidate(correct, special=_special), None, ""),
-    "abort": (of_candidate(call_host(os.abort)), "crash", "Aborted (signal 6)"),
+    "abort": (of_candidate(times_host(os.abort)), "crash", "Aborted (signal 6)"),
     "wrong value": (of_candidate(wrong_value), "value", "the result is wrong"),
-    "slow": (of_candidate(call_host(sleep(0.2))), None, ""),
+    "slow": (of_candidate(sleep(0.2)), None, ""),
     "wrong gradient": (of_candidate(wrong_gradient), "gradient", "the gradient of value is wrong"),
     "NaN": (of_candidate(wrong_only_at_nan, special=_special), "value", "special: value"),
-    "race": (of_candidate(call_host(vary(0.5))), "repetition", "of 4 runs: the result is wrong"),
-    "bits": (of_candidate(call_host(vary(1 + 2e-7))), "repetition", "bits of the result differ"),
+    "race": (of_candidate(vary(0.5)), "repetition", "of 4 runs: the result is wrong"),
+    "bits": (of_candidate(vary(1 + 2e-7)), "repetition", "bits of the result differ"),
     "copy": (of_candidate(with_fault("none")), None, ""),
     "copy: write after": (of_candidate(with_fault("write after")), "guard", "after the end"),
     "copy: change operand": (of_candidate(with_fault("change operand")), "guard", "was changed"),
     # What these two read was freed before. Without guards it may be right, wrong, or vary.
     "copy: read after": (of_candidate(with_fault("read after")), _ANY, "result"),
     "copy: skip": (of_candidate(with_fault("skip")), _ANY, "result"),
-    "hang": (of_candidate(call_host(sleep(1000))), "timeout", "no answer in 20 s"),
+    "hang": (of_candidate(sleep(1000)), "timeout", "no answer in 20 s"),
 }
 KERNELS = {name: kernel._replace(name=name) for name, (kernel, _, _) in _TABLE.items()}
 FINDINGS = {name: finding for name, (_, *finding) in _TABLE.items()}

@@ -29,23 +29,14 @@ Arrays = dict[str, np.ndarray]
 
 @dataclasses.dataclass
 class Case:
-    """A call of an operator's kernels.
+    """A call of an operator's kernels."""
 
-    Attributes:
-        sizes: Integers for the C++ program.
-        args: Arguments by name, in the order of the reference. The image is first, the cotangent
-            last.
-        results: ``results(in_order)`` returns new arrays for the results and the gradients, as they
-            are before the call.
-        reference: Returns the result and the gradients, given `args` as JAX arrays.
-        sorted: Returns further arguments of the kernel that adds in a fixed order.
-    """
-
-    sizes: Sequence[int]
-    args: Arrays
+    sizes: Sequence[int]  # for the C++ program
+    args: Arrays  # in the order of the reference: the image is first, the cotangent last
+    # `results(in_order)` returns new arrays for the results and the gradients, as before the call.
     results: Callable[[bool], Arrays]
-    reference: Callable[..., Sequence[jax.Array]]
-    sorted: Callable[[], Arrays] = dict
+    reference: Callable[..., Sequence[jax.Array]]  # of `args`; returns the result and the gradients
+    sorted: Callable[[], Arrays] = dict  # more arguments of the kernel that adds in a fixed order
 
     def want(self) -> Sequence[jax.Array]:
         """Return the result and the gradients in float64."""
@@ -56,30 +47,19 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operator:
-    """Description of an operator's CUDA kernels.
+    """Description of an operator's CUDA kernels."""
 
-    Attributes:
-        source: C++ file that compiles them for a CPU.
-        arrays: Names of the arrays in that file: arguments, result and gradients.
-        gradients: Names of the gradients. The first one is that of the image. It is the sum of
-            atomic additions, or computed by another kernel in a fixed order.
-        make: ``make(dtype, channels, **options)`` returns a case with `channels` of a group.
-        options: Three sets of options.
-        crowded: Options of a case in which many samples share each pixel.
-        make_far: Returns a case with one sample, at the last of 2**30 pixels of three channels.
-        visits_pixels: True if the kernel that adds in a fixed order has threads for each pixel.
-        library: The compiled kernels.
-    """
-
-    source: str
-    arrays: tuple[str, ...]
+    source: str  # C++ file that compiles them for a CPU
+    arrays: tuple[str, ...]  # names in that file: arguments, result and gradients
+    # The first gradient is that of the image. It is the sum of atomic additions, or computed by
+    # another kernel in a fixed order.
     gradients: tuple[str, ...]
-    make: Callable[..., Case]
-    options: tuple[Mapping[str, Any], ...]
-    crowded: Mapping[str, Any]
-    make_far: Callable[[], Case]
-    visits_pixels: bool = False
-    library: ctypes.CDLL | None = None
+    make: Callable[..., Case]  # `make(dtype, channels, **options)`, with channels of a group
+    options: tuple[Mapping[str, Any], ...]  # three sets of them
+    crowded: Mapping[str, Any]  # options of a case in which many samples share each pixel
+    make_far: Callable[[np.ndarray], Case]  # a case with one sample, at the last pixel of an image
+    visits_pixels: bool = False  # the kernel that adds in a fixed order has threads for each pixel
+    library: ctypes.CDLL | None = None  # the compiled kernels
 
     def compile(self, folder: pathlib.Path) -> "Operator":
         compiler = shutil.which("g++")
@@ -136,11 +116,8 @@ def filled(like: np.ndarray, value: float, dtype: Any = None) -> np.ndarray:
     return array
 
 
-def make_far_image() -> np.ndarray:
-    """Return an image of more than 2**31 elements, most of whose memory is never touched."""
-    x = np.zeros((1, 32768, 32768, 3), np.float16)
-    x[0, -1, -1] = 5, 6, 7
-    return x
+def full(value: float, *shape: int) -> np.ndarray:
+    return np.full(shape, value, np.float32)
 
 
 def sort_corners(destination: Any, corners_per_source: int) -> Arrays:
@@ -211,14 +188,13 @@ def call_conv(geometry: Geometry, args: Arrays, start: float = 1, wide_index: bo
     return Case(sizes, args, results, reference, sort)
 
 
-def make_far_conv() -> Case:
-    x = make_far_image()
+def make_far_conv(x: np.ndarray) -> Case:
     args = {
         "x": x,
-        "offset": np.full((1, 1, 1, 2), x.shape[1] - 1, np.float32),
-        "mask": np.full((1, 1, 1, 1), 2, np.float32),
+        "offset": full(x.shape[1] - 1, 1, 1, 1, 2),
+        "mask": full(2, 1, 1, 1, 1),
         "row": np.array([0], np.int32),
-        "dcolumns": np.array([1, 2, 3], np.float32).reshape(1, 1, 1, 3),
+        "dcolumns": np.array([[[[1, 2, 3]]]], np.float32),
     }
     return call_conv(Geometry((1, 1), (1, 1), ((0, 0), (0, 0)), (1, 1), 1), args, start=0)
 
@@ -288,14 +264,13 @@ def call_attention(levels: Levels, args: Arrays, start: float = 1) -> Case:
     return Case([*sizes, *np.ravel(levels.shapes)], args, results, reference, sort)
 
 
-def make_far_attention() -> Case:
-    x = make_far_image()
+def make_far_attention(x: np.ndarray) -> Case:
     size = x.shape[1]
     args = {
         "value": x.reshape(1, size**2, 1, 3),
-        "locations": np.full((1, 1, 1, 1, 1, 2), size - 1, np.float32),
-        "weights": np.full((1, 1, 1, 1, 1), 2, np.float32),
-        "dy": np.array([1, 2, 3], np.float16).reshape(1, 1, 1, 3),
+        "locations": full(size - 1, 1, 1, 1, 1, 1, 2),
+        "weights": full(2, 1, 1, 1, 1, 1),
+        "dy": np.array([[[[1, 2, 3]]]], x.dtype),
     }
     return call_attention(Levels(((size, size),), False), args, start=0)
 
@@ -375,14 +350,13 @@ def call_roi(pooling: Pooling, args: Arrays, adds: bool = False) -> Case:
     return Case(sizes, args, results, reference)
 
 
-def make_far_roi() -> Case:
-    x = make_far_image()
+def make_far_roi(x: np.ndarray) -> Case:
     args = {
         "x": x,
-        "first": np.full((1, 1, 1, 1, 2), x.shape[1] - 1, np.float32),
-        "step": np.ones((1, 1, 2), np.float32),
-        "count": np.ones((1, 1, 2), np.float32),
-        "dy": np.array([1, 2, 3], np.float16).reshape(1, 1, 1, 3),
+        "first": full(x.shape[1] - 1, 1, 1, 1, 1, 2),
+        "step": full(1, 1, 1, 2),
+        "count": full(1, 1, 1, 2),
+        "dy": np.array([[[[1, 2, 3]]]], x.dtype),
     }
     return call_roi(BOXES._replace(output_size=(1, 1)), args)
 
