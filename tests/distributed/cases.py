@@ -4,6 +4,7 @@ A case is named "operator way"; the way is how the step is run over the devices.
 """
 
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,8 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effjax
-from tests.distributed.network import network
-from tests.distributed.processes import DEVICES
+from tests.distributed.processes import DEVICES, ROOT
 from tests.ops.offload.stacks import LAYERS, WIDTH, init, layer
 
 BATCH, SIZE, CHANNELS, STEPS = 8, 5, 6, 3
@@ -205,15 +205,26 @@ def digits() -> list[dict[str, np.ndarray]]:
     return [{"image": images[i], "label": labels[i]} for i in range(STEPS)]
 
 
-def all_four(way: str, mesh: Mesh) -> Case:
+@functools.cache
+def notebook() -> dict[str, Any]:
+    """Return the names that the cells tagged `network` of the quickstart notebook define."""
+    names: dict = {"__name__": "network"}
+    path = ROOT / "notebooks" / "quickstart.ipynb"
+    for cell in json.loads(path.read_text())["cells"]:
+        if "network" in cell["metadata"].get("tags", ()):
+            exec(compile("".join(cell["source"]), path, "exec"), names)
+    return names
+
+
+def network(way: str, mesh: Mesh) -> Case:
     """Return a small version of the network of the notebook, in jit or shard_map.
 
     The optimizer is not Adam: the gradients of biases before a norm are rounding errors, which Adam
     would scale up to the size of the others.
     """
-    own, tx = network(), optax.sgd(0.01, momentum=0.9)
-    sizes = own.Sizes(stem=4, growth=2, dense=(1, 1), patch=1, width=8, heads=2, layers=2)
-    state, step = own.make_training(sizes, tx, way, mesh)
+    own, tx = notebook(), optax.sgd(0.01, momentum=0.9)
+    sizes = own["Sizes"](stem=4, growth=2, dense=(1, 1), patch=1, width=8, heads=2, layers=2)
+    state, step = own["make_training"](sizes, tx, way, mesh)
     return Case(step, state, digits())
 
 
@@ -223,4 +234,4 @@ OPERATORS = {
     "deform_conv": functools.partial(operator, deform_params, deform),
     "offload": offloaded,
 }
-CASES = OPERATORS | {"network": all_four}
+CASES = OPERATORS | {"network": network}

@@ -1,30 +1,13 @@
 """Collectives of a training step: which ones, and how many bytes."""
 
-from typing import Any
-
 import jax
 
 from effjax import OffloadState
 from effjax.memory import Collective, collectives
-from tests.distributed.cases import (
-    CASES,
-    CHANNELS,
-    DEVICES,
-    data_mesh,
-    own_rows,
-)
+from tests.distributed.cases import CASES, CHANNELS, DEVICES, data_mesh, own_rows
 from tests.tiers import vary
 
 NORMALIZED = {"batch_norm": CHANNELS, "dense_block": CHANNELS + 2 + 2 * 4}  # channels
-
-
-def exchanged(name: str, way: str) -> tuple[tuple[Collective, ...], Any]:
-    """Return the collectives of a step, and the state."""
-    mesh = data_mesh(name)
-    step, state, batches = CASES[name](way, mesh)
-    args = state, own_rows(batches[0], way, mesh)
-    lowered = step.lower(*args) if way == "pmap" else step.trace(*args).lower()
-    return collectives(lowered.compile().as_text()), state
 
 
 def size(tree) -> int:
@@ -48,7 +31,11 @@ def bytes_of(moved: tuple[Collective, ...], *kinds: str) -> int:
     ],
 )
 def test_collectives(name, way):
-    moved, state = exchanged(name, way)
+    mesh = data_mesh(name)
+    step, state, batches = CASES[name](way, mesh)
+    args = state, own_rows(batches[0], way, mesh)
+    lowered = step.lower(*args) if way == "pmap" else step.trace(*args).lower()
+    moved = collectives(lowered.compile().as_text())
     offloaded = isinstance(state, OffloadState)
     layers, trained = (state.layers, state[:2]) if offloaded else ((), state)
     split = [a for a in jax.tree.leaves(layers) if not a.is_fully_replicated]

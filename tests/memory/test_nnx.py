@@ -49,19 +49,9 @@ def test_arguments_and_donation():
     state = 3 * parameters  # with Adam's moments
     assert state < p.device.arguments - 4 * X.size < 1.01 * state
     assert state < p.device.aliased < 1.01 * state
-
-
-@pytest.mark.exhaustive
-@needs_gpu_compiler
-def test_same_bytes_as_a_function_of_arrays():
-    graph, state = nnx.split(shapes())
-
-    def pure(state, x):
-        model, optimizer = nnx.merge(graph, state)
-        step(model, optimizer, x)
-        return nnx.state((model, optimizer))
-
-    assert nnx_plan().device == plan(pure, state, X, donate_argnums=0).device
+    # Live buffers account for the temporary bytes.
+    live = sum(b.bytes for b in p.peak_buffers if b.kind == "temporary")
+    assert 0.95 * p.device.temporaries <= live <= p.device.temporaries
 
 
 @pytest.mark.exhaustive

@@ -10,11 +10,11 @@ from jax._src import source_info_util
 
 import effjax
 from effjax.memory import plan
-from effjax.memory.read import source
 from effjax.memory.read.source import short_path, source_and_caller
 from tests.programs import needs_gpu_compiler
 
 PACKAGE = str(pathlib.Path(effjax.__file__).parent)
+PLANNER = f"{PACKAGE}/memory/compiler/process.py:9"
 INSTALLED = "/opt/lib/python3.11/site-packages/"
 
 
@@ -26,15 +26,9 @@ INSTALLED = "/opt/lib/python3.11/site-packages/"
         ([f"{PACKAGE}/ops/a.py:1", "/me/step.py:3"], (f"{PACKAGE}/ops/a.py:1", "/me/step.py:3")),
         ([f"{INSTALLED}flax/a.py:1", "/me/b.py:3"], (f"{INSTALLED}flax/a.py:1", "/me/b.py:3")),
         # Callers of the planner: the command, or a notebook cell.
-        (
-            [
-                f"{PACKAGE}/ops/a.py:1",
-                f"{PACKAGE}/memory/compiler/process.py:9",
-                "/usr/bin/effjax:6",
-            ],
-            (f"{PACKAGE}/ops/a.py:1", ""),
-        ),
-        ([f"{PACKAGE}/memory/plan.py:9", "/usr/bin/effjax:6"], ("", "")),
+        ([f"{PACKAGE}/ops/a.py:1", PLANNER, "/usr/bin/effjax:6"], (f"{PACKAGE}/ops/a.py:1", "")),
+        ([f"{PACKAGE}/ops/a.py:1", "/me/a.py:3", PLANNER], (f"{PACKAGE}/ops/a.py:1", "/me/a.py:3")),
+        ([PLANNER, "/usr/bin/effjax:6"], ("", "")),
     ],
 )
 def test_source_and_caller(places, expected):
@@ -45,14 +39,6 @@ def test_short_path():
     assert short_path(f"{PACKAGE}/ops/a.py:1") == "effjax/ops/a.py:1"
     assert short_path(f"{INSTALLED}flax/nnx/nn/linear.py:7") == "flax/nnx/nn/linear.py:7"
     assert short_path("/me/projects/net/step.py:3") == "net/step.py:3"
-
-
-def test_installed_effjax(monkeypatch):
-    monkeypatch.setattr(source, "_EFFJAX", f"{INSTALLED}effjax/")
-    monkeypatch.setattr(source, "_PLANNER", f"{INSTALLED}effjax/memory/")
-    operator, planner = f"{INSTALLED}effjax/ops/a.py:1", f"{INSTALLED}effjax/memory/plan.py:9"
-    assert source_and_caller([operator, planner, "/usr/bin/effjax:6"]) == (operator, "")
-    assert source_and_caller([operator, "/me/step.py:3", planner]) == (operator, "/me/step.py:3")
 
 
 @pytest.fixture
