@@ -81,7 +81,7 @@ def test_one_server_for_plans_of_an_environment(monkeypatch):
     second = process._servers["cuda"].process
     monkeypatch.setattr(process.sys, "executable", "/bin/false")
     monkeypatch.setenv("EFFJAX_TEST", "1")
-    with pytest.raises(PlanError, match="ended with exit code 1: no message"):
+    with pytest.raises(PlanError, match="exit code 1"):
         plan(jnp.sin, X)
     wait_until(lambda: second.poll() == 0)
 
