@@ -201,6 +201,22 @@ def test_slices_of_stacked_arrays_count_in_part():
         assert 2 * SIZE <= size <= 2 * SIZE + 16
 
 
+def convolution(**options):
+    """Return a convolution and its gradients as a function, and the shapes of its arguments."""
+    groups = options.get("feature_group_count", 1)
+
+    def conv(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
+        )
+
+    def gradients(x, kernel):
+        y, pull_back = jax.vjp(conv, x, kernel)
+        return pull_back(y)
+
+    return jax.jit(gradients), shape(2, 14, 13, 8), shape(3, 3, 8 // groups, 12)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -213,22 +229,25 @@ def test_slices_of_stacked_arrays_count_in_part():
 )
 def test_convolutions_as_xla_counts_them(options):
     """XLA's own analysis counts the products of a program without loops: forward and backward."""
-    groups = options.get("feature_group_count", 1)
-
-    def conv(x, kernel):
-        return lax.conv_general_dilated(
-            x, kernel, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options
-        )
-
-    def gradients(x, kernel):
-        y, pull_back = jax.vjp(conv, x, kernel)
-        return pull_back(y)
-
-    lowered = jax.jit(gradients).lower(shape(2, 14, 13, 8), shape(3, 3, 8 // groups, 12))
+    fun, *args = convolution(**options)
+    lowered = fun.lower(*args)
     hlo = lowered.compiler_ir("hlo").as_hlo_module().to_string()
     assert step_time(hlo, UNIT).total_flops == pytest.approx(
         lowered.cost_analysis()["flops"], rel=0.01
     )
+
+
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stride", [1, 2])
+def test_convolutions_on_a_gpu(stride):
+    """Calls of cuDNN count as the convolutions that they replace."""
+    fun, *args = convolution(window_strides=(stride, stride), padding=((1, 1), (1, 1)))
+    p = plan(fun, *args, target="h100")
+    assert p.hlo.count('"__cudnn$conv') == 3
+    flops = fun.lower(*args).cost_analysis()["flops"]
+    assert p.step_time.total_flops == pytest.approx(flops, rel=0.02)
+    assert not p.step_time.unknown_kernels and math.isfinite(p.step_seconds)
 
 
 @pytest.mark.parametrize("name", list_targets())
@@ -368,26 +387,3 @@ def test_flops_of_a_language_model(form, config):
         size, boundaries = 4 * config.layers * layer, 2 * config.layers * tokens * width
         assert p.step_time.to_device_bytes == pytest.approx(4 * size + boundaries, rel=0.25)
         assert p.step_time.to_host_bytes == pytest.approx(3 * size + boundaries, rel=0.25)
-
-
-@needs_gpu_compiler
-@pytest.mark.exhaustive
-def test_flops_of_convolutions_on_a_gpu():
-    """Calls of cuDNN count as the convolutions that they replace."""
-
-    def loss(kernels, x):
-        for kernel in kernels:
-            x = lax.conv_general_dilated(
-                x, kernel, (2, 2), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
-            )
-            x = jax.nn.relu(x)
-        return jnp.mean(x**2)
-
-    kernels = [shape(3, 3, 32, 64), shape(3, 3, 64, 64)]
-    fun = jax.jit(jax.grad(loss, (0, 1)))
-    p = plan(fun, kernels, shape(8, 64, 64, 32), target="h100")
-    hlo = fun.lower(kernels, shape(8, 64, 64, 32)).compiler_ir("hlo").as_hlo_module().to_string()
-    counted = step_time(hlo, UNIT)
-    assert "__cudnn$conv" in p.hlo
-    assert p.step_time.total_flops == pytest.approx(counted.total_flops, rel=0.02)
-    assert not p.step_time.unknown_kernels and math.isfinite(p.step_seconds)
