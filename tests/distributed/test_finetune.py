@@ -1,6 +1,5 @@
 """`effjax finetune` in two processes: the same run as in one."""
 
-import json
 import shutil
 
 import jax
@@ -11,6 +10,7 @@ from effjax.convert import load_adapter, load_checkpoint
 from effjax.models import DecoderConfig, decoder_shapes
 from effjax.train.loop import fit
 from tests.distributed.processes import DEVICES, Group
+from tests.distributed.test_train import losses
 from tests.train.small import new_run
 from tests.train.text.small import finetune_task, write_base
 
@@ -26,13 +26,6 @@ SPLIT = dict(mesh="data=2,fsdp=2", offload="all")
 def group():
     with Group() as group:
         yield group
-
-
-def losses(path):
-    lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
-    return [
-        [line["train_loss"], line["validation_loss"]] for line in lines if line["kind"] == "step"
-    ]
 
 
 @pytest.mark.parametrize("lora", [None, 2])

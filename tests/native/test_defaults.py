@@ -1,5 +1,6 @@
 """Which kernels run on GPUs by default: verdicts on disk, and `set_default`."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -58,8 +59,8 @@ def convolve_in_order(x):
     return convolve(x, deterministic=True)
 
 
-def align(x):
-    return effjax.roi_align(x, jnp.ones((1, 1, 4)), output_size=2)
+def align(x, **options):
+    return effjax.roi_align(x, jnp.ones((1, 1, 4)), output_size=2, **options)
 
 
 def attend(x):
@@ -99,12 +100,11 @@ def test_validated_kernels_run_by_default(kernel, operator, target):
 
 def test_dtype_of_the_kernel(x64):
     """float64 positions make the kernel run in float64."""
-    defaults.write_verdict(KEY, {"roi_pool": FASTER})
     boxes = jax.ShapeDtypeStruct((1, 1, 4), "float64")
-    align = lambda x, boxes: effjax.roi_align(x, boxes, output_size=2)  # noqa: E731
-    assert calls(align, X, boxes) == set()
-    defaults.write_verdict(KEY, {"roi_pool": {"float64": "faster"}})
-    assert calls(align, X, boxes) == {"roi_pool"}
+    align = functools.partial(effjax.roi_align, output_size=2)
+    for dtype, found in (("float32", set()), ("float64", {"roi_pool"})):
+        defaults.write_verdict(KEY, {"roi_pool": {dtype: "faster"}})
+        assert calls(align, X, boxes) == found
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,7 @@ def test_other_platforms_decide_nothing(monkeypatch):
     monkeypatch.setenv(defaults.VARIABLE, "maybe")
     jax.eval_shape(align, X)
     with trace_for_platform("cuda"):
-        jax.eval_shape(lambda x: effjax.roi_align(
-            x, jnp.ones((1, 1, 4)), output_size=2, implementation="xla"
-        ), X)  # fmt: skip
+        jax.eval_shape(functools.partial(align, implementation="xla"), X)
 
 
 def test_missing_verdict_is_logged_once(caplog):
@@ -163,32 +161,36 @@ def test_verdict_of_another_machine_or_library(field):
 
 
 def damage(**changes):
-    return lambda text: json.dumps(json.loads(text) | changes)
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def replace_by(make):
+    def change(path):
+        path.unlink()
+        make(path)
+
+    return change
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda text: text[:40],
-        lambda text: "[]",
+        lambda path: path.write_text(path.read_text()[:40]),
+        lambda path: path.write_text("[]"),
         damage(format=0),
         damage(key=KEY._replace(driver="1")._asdict()),
         damage(outcomes={"roi_pool": {"float32": "good"}}),
         damage(outcomes={"roi_pool": "faster"}),
         damage(outcomes=None),
+        replace_by(os.mkdir),
+        replace_by(os.mkfifo),  # reading it would block
     ],
 )
 def test_damaged_verdicts_are_ignored(change, caplog):
     path = defaults.write_verdict(KEY, {"roi_pool": FASTER})
-    path.write_text(change(path.read_text()))
+    change(path)
     assert not defaults.uses_cuda("roi_pool", "float32")
     assert caplog.records[0].levelname == "WARNING" and str(path) in caplog.messages[0]
-    path.unlink()
-    path.mkdir()  # unreadable
-    assert defaults.read_verdict(KEY) is None
-    path.rmdir()
-    os.mkfifo(path)  # reading it would block
-    assert defaults.read_verdict(KEY) is None
 
 
 def test_folder_is_that_of_platformdirs(monkeypatch):
@@ -274,17 +276,12 @@ def test_slow_sums_on_gpus(pretend_gpu, jaxlib, capability, told):
 
 def test_slow_sums_are_logged_once(pretend_gpu, caplog):
     """Where plain XLA runs on a GPU, and not where the CUDA kernels do."""
-    x, boxes = jnp.ones((1, 8, 8, 4)), jnp.ones((1, 2, 4))
     pretend_gpu("0.10.2", "8.0")
-    counts = []
+    x, counts = jnp.ones(X.shape), []
     for platform, implementation in (
         ("cpu", "xla"), ("cuda", "native"), ("cuda", "xla"), ("cuda", None)
     ):  # fmt: skip
         with trace_for_platform(platform):
-            jax.make_jaxpr(
-                lambda x, boxes, implementation=implementation: effjax.roi_align(
-                    x, boxes, output_size=2, implementation=implementation
-                )
-            )(x, boxes)
+            jax.make_jaxpr(functools.partial(align, implementation=implementation))(x)
         counts.append(sum("compare-and-swap" in message for message in caplog.messages))
     assert counts == [0, 0, 1, 1]
