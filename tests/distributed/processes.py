@@ -57,12 +57,10 @@ class Group:
             self.connections.append(ours)
 
     def execute(self, program: str, wait_for: Any = None) -> list[Ended]:
-        """Run Python code in all processes.
+        """Run Python code in all processes, and wait for them, or for those in `wait_for`.
 
-        Args:
-            program: The code. `process` is the number of its process, and `patch` a
-                `pytest.MonkeyPatch` that is undone at the end. It may set `exit_code`.
-            wait_for: The processes to wait for, by default all.
+        In the code, `process` is the number of its process, and `patch` a `pytest.MonkeyPatch` that
+        is undone at the end. It may set `exit_code`.
         """
         self.programs += 1
         numbers = range(len(self.processes))
@@ -87,13 +85,9 @@ class Group:
     def run(
         self, *argv: object, command: str = "train", before: str = "", wait_for: Any = None
     ) -> list[Ended]:
-        """Run `effjax COMMAND ARGV` in all processes.
+        """Run `effjax COMMAND ARGV` in all processes, after the Python code `before`.
 
-        Args:
-            argv: The arguments.
-            command: The command.
-            before: Python code that each process runs first. It may change `argv`.
-            wait_for: As in `execute`.
+        The code may change `argv`.
         """
         words = [command, *map(str, argv)]
         if self.programs == 0:

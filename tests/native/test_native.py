@@ -2,6 +2,7 @@
 
 import _ctypes
 import ctypes
+import importlib.util
 import os
 import pathlib
 import re
@@ -113,45 +114,39 @@ def test_unsupported_gpus_and_drivers(gpus, match):
 
 
 @pytest.mark.parametrize(
-    ("driver", "plugins", "chosen"),
+    ("built", "driver", "plugins", "chosen"),
     [
-        (14, {13}, 13),
-        (13, {12}, 12),
-        (13, {12, 13}, 13),
-        (13, set(), 13),
-        (12, {13}, 12),
-        (11, {12}, 12),  # is refused with a message, see above
-        (0, {12}, 12),  # without a driver, programs are planned
-        (0, set(), 13),
+        ({12, 13}, 14000, {13}, 13),
+        ({12, 13}, 13000, {12}, 12),
+        ({12, 13}, 13000, {12, 13}, 13),
+        ({12, 13}, 13000, set(), 13),
+        ({12, 13}, 12080, {13}, 12),
+        ({12, 13}, 11080, {12}, 12),  # is refused with a message, see above
+        ({12, 13}, None, {12}, 12),  # without a driver, programs are planned
+        ({12, 13}, None, set(), 13),
+        ({12, 13}, "unknown", {12}, 12),
+        ({12}, 13000, {13}, 12),
+        ({13}, 12080, {12}, 13),
     ],
 )
-def test_choice_between_cuda_libraries(driver, plugins, chosen):
-    assert native._choose_cuda({12, 13}, driver, plugins) == chosen
-
-
-@pytest.mark.parametrize("version", [12, 13])
-def test_one_cuda_library(folder, version):
-    """It is chosen for every driver, and may be refused later."""
-    (folder / f"libeffjax_cuda{version}.so").touch()
-    with native.library_file("cuda") as path:
-        assert path == folder / f"libeffjax_cuda{version}.so"
-
-
-def find_version(pointer):
-    ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int)).contents.value = 12080
-
-
-@pytest.mark.parametrize(
-    ("functions", "expected"), [({"cuDriverGetVersion": find_version}, 12), ({}, 0), (None, 0)]
-)
-def test_version_of_the_driver(monkeypatch, functions, expected):
-    def load(name):
-        if functions is None:
+def test_choice_between_cuda_libraries(folder, monkeypatch, built, driver, plugins, chosen):
+    def load_driver(name):
+        if driver is None:
             raise OSError(f"{name}: cannot open shared object file")
+
+        def get_version(pointer):
+            ctypes.cast(pointer, ctypes.POINTER(ctypes.c_int)).contents.value = driver
+
+        functions = {} if driver == "unknown" else {"cuDriverGetVersion": get_version}
         return types.SimpleNamespace(**functions)
 
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    assert native._driver_cuda() == expected
+    for version in built:
+        (folder / f"libeffjax_cuda{version}.so").touch()
+    names = {f"jax_cuda{version}_plugin" for version in plugins}
+    monkeypatch.setattr(ctypes, "CDLL", load_driver)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in names else None)
+    with native.library_file("cuda") as path:
+        assert path == folder / f"libeffjax_cuda{chosen}.so"
 
 
 @pytest.mark.skipif(not native.is_available("cuda"), reason="built without CUDA kernels")
