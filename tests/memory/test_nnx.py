@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from effjax.memory import compare, max_batch_size, plan, residual_bytes
+from tests.memory.test_plan import on_host
 from tests.programs import needs_gpu_compiler
 
 WIDTH = 256
@@ -72,11 +71,9 @@ def test_methods_and_modules_of_arrays():
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_arrays_of_modules_keep_their_memory_kind():
-    mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,))
-    on_host = NamedSharding(mesh, P(), memory_kind="pinned_host")
     model = nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
-    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_host), state)
+    state = jax.tree.map(lambda a: on_host(*a.shape), state)
 
     @nnx.jit
     def forward(model, x):

@@ -1,7 +1,6 @@
 """Modelled time: FLOPs against closed formulas and XLA's analysis, and overlap of transfers."""
 
 import dataclasses
-import functools
 import json
 import math
 
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from effjax import offload_jit, offload_scan
 from effjax.memory import Rates, find_rates, list_targets, plan, step_time
@@ -17,6 +15,7 @@ from effjax.memory.devices import find_target
 from effjax.train.text.config import LMConfig
 from effjax.train.text.learner import byte_decoder
 from effjax.train.text.plans import FORMS, training_step
+from tests.memory.conftest import f32
 from tests.programs import needs_gpu_compiler
 
 # One FLOP, or one byte, takes a second; links take two.
@@ -24,10 +23,6 @@ UNIT = Rates({"bf16": 1, "f32": 1, "f32_highest": 1}, 1, 0.5, 0.5, 0.5)
 PRODUCT = 2 * 16**3  # seconds of a product of [16, 16] matrices: more than for its bytes
 SIZE = 4 * 16**2  # bytes of such a matrix
 COPY = 2 * SIZE  # seconds to copy it over a link
-
-
-def shape(*size, dtype="float32"):
-    return jax.ShapeDtypeStruct(size, dtype)
 
 
 def program(*lines, others=""):
@@ -214,7 +209,7 @@ def convolution(**options):
         y, pull_back = jax.vjp(conv, x, kernel)
         return pull_back(y)
 
-    return jax.jit(gradients), shape(2, 14, 13, 8), shape(3, 3, 8 // groups, 12)
+    return jax.jit(gradients), f32(2, 14, 13, 8), f32(3, 3, 8 // groups, 12)
 
 
 @pytest.mark.parametrize(
@@ -317,35 +312,22 @@ def test_plan_has_its_time(matmul_plan):
     assert record["step_time"]["rates"]["memory"] == rates.memory
 
 
-@functools.cache
-def offloaded(num_tokens):
-    sharding = NamedSharding(
-        jax.make_mesh((1,), ("x",)), PartitionSpec(), memory_kind="pinned_host"
-    )
-    weights = jax.ShapeDtypeStruct((16, 2048, 2048), jnp.bfloat16, sharding=sharding)
+@needs_gpu_compiler
+@pytest.mark.parametrize(("tokens", "least", "most"), [(512, 0.9, 1), (16384, 0, 0.25)])
+def test_long_products_hide_the_weights_that_arrive(tokens, least, most):
+    """Weights take 131 us a layer to arrive; products take 4 us at 512 tokens, 139 at 16384."""
+    on_host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    weights = jax.ShapeDtypeStruct((16, 2048, 2048), jnp.bfloat16, sharding=on_host)
+    x = jax.ShapeDtypeStruct((tokens, 2048), jnp.bfloat16)
 
     def forward(w, x):
         return offload_scan(lambda w, x, key: jnp.tanh(x @ w), w, x)
 
-    return plan(
-        offload_jit(forward, donate=False),
-        weights,
-        shape(num_tokens, 2048, dtype="bfloat16"),
-        target="h100",
-    )
-
-
-@needs_gpu_compiler
-def test_long_products_hide_the_weights_that_arrive():
-    """Weights take 131 us a layer to arrive; products take 4 us at 512 tokens, 139 at 16384."""
-    few, many = offloaded(512).step_time, offloaded(16384).step_time
-    size = 16 * 2 * 2048**2
-    for tokens, time in ((512, few), (16384, many)):
-        assert time.flops == {"bf16": 2 * 16 * tokens * 2048**2}
-        assert time.to_device_bytes == size
-    alone = size / find_rates("h100").to_device
-    assert 0.9 * alone <= few.to_device_seconds <= alone
-    assert many.to_device_seconds <= 0.25 * alone
+    time = plan(offload_jit(forward, donate=False), weights, x, target="h100").step_time
+    assert time.flops == {"bf16": 2 * 16 * tokens * 2048**2}
+    assert time.to_device_bytes == 16 * 2 * 2048**2
+    alone = time.to_device_bytes / find_rates("h100").to_device
+    assert least * alone <= time.to_device_seconds <= most * alone
 
 
 SMALL = LMConfig(layers=4, width=256, heads=4, context=256, batch_size=8)

@@ -34,22 +34,17 @@ def validate(names, table=TABLE, dtypes=("float32",), **options):
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("broken")
+def library(tmp_path_factory):
+    return broken.compile_library(tmp_path_factory.mktemp("broken"), "broken.cc")
 
 
 @pytest.fixture(scope="session")
-def library(folder):
-    return broken.compile_library(folder, "broken.cc")
-
-
-@pytest.fixture(scope="session")
-def guarded_copies(library, folder):
+def guarded_copies(library):
     """Register the broken copy with guards on host memory and on that of a fake driver.
 
     JAX refuses a second registration, so a worker that comes back to this module keeps the first.
     """
-    driver = broken.compile_library(folder, "fake_driver.cc")
+    driver = broken.compile_library(library.parent, "fake_driver.cc")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(guards._MEMORIES, "cuda", lambda: guards._CudaMemory(str(driver)))
         for memory in ("cpu", "cuda"):
