@@ -9,7 +9,6 @@ import re
 import types
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import effjax
@@ -19,12 +18,11 @@ from effjax.memory.devices import find_target
 from effjax.native import defaults
 from effjax.native.defaults import Key
 from effjax.ops._common.platform import trace_for_platform
+from tests.native.test_cuda import PROGRAMS, aggregate, attend, convolve, pool
 
 KEY = Key("NVIDIA H100 80GB HBM3", "580.95.05", "13.1", "0" * 64)
 FASTER = {"float32": "faster"}
-
-
-find_key = defaults.find_key
+find_key = defaults.find_key  # which the tests replace, except one
 
 
 @pytest.fixture(autouse=True)
@@ -43,83 +41,61 @@ def _gpu(monkeypatch, tmp_path):
         cache.cache_clear()
 
 
-def calls(function, *args) -> set[str]:
+def trace(operator, dtype="float32", positions=None, **options):
+    """Trace an operator with arrays of a dtype."""
+    x, *others = (a.shape for a in PROGRAMS[operator][0])
+    others = [jax.ShapeDtypeStruct(shape, positions or dtype) for shape in others]
+    call = functools.partial(operator, **options)
+    return jax.jit(call).trace(jax.ShapeDtypeStruct(x, dtype), *others)
+
+
+def calls(operator, *args, **options) -> set[str]:
     """Return the kernels in the program for a GPU."""
     with trace_for_platform("cuda"):
-        lowered = jax.jit(lambda *a: function(*a)).trace(*args).lower(lowering_platforms=("cuda",))
+        lowered = trace(operator, *args, **options).lower(lowering_platforms=("cuda",))
     return set(re.findall(r"@effjax_(\w+)", lowered.as_text()))
 
 
-def convolve(x, **options):
-    offset, kernel = jnp.zeros((1, 4, 4, 2), jnp.float32), jnp.ones((1, 1, 2, 3), x.dtype)
-    return effjax.deform_conv2d(x, offset, kernel, **options)
-
-
-def convolve_in_order(x):
-    return convolve(x, deterministic=True)
-
-
-def align(x, **options):
-    return effjax.roi_align(x, jnp.ones((1, 1, 4)), output_size=2, **options)
-
-
-def attend(x):
-    value = x.reshape(1, 16, 1, 2)
-    return effjax.ms_deform_attn(
-        value, [(4, 4)], jnp.zeros((1, 3, 1, 1, 2, 2)), jnp.zeros((1, 3, 1, 1, 2))
-    )
-
-
-def aggregate(x):
-    offset, mask = jnp.zeros((1, 4, 4, 2), x.dtype), jnp.zeros((1, 4, 4, 1), x.dtype)
-    return effjax.dcn_aggregate(x, offset, mask, kernel_size=1)
-
-
-X = jax.ShapeDtypeStruct((1, 4, 4, 2), "float32")
-
-
 @pytest.mark.parametrize(
-    ("kernel", "operator", "target"),
+    ("kernel", "operator", "options", "target"),
     [
-        ("deform_conv2d", convolve, "deform_columns"),
-        ("deform_conv2d_deterministic", convolve_in_order, "deform_columns"),
-        ("roi_pool", align, "roi_pool"),
-        ("ms_deform_attn", attend, "ms_deform_attn"),
-        ("ms_deform_attn", aggregate, "ms_deform_attn"),
+        ("deform_conv2d", convolve, {}, "deform_columns"),
+        ("deform_conv2d_deterministic", convolve, {"deterministic": True}, "deform_columns"),
+        ("roi_pool", pool, {}, "roi_pool"),
+        ("ms_deform_attn", attend, {}, "ms_deform_attn"),
+        ("ms_deform_attn", aggregate, {}, "ms_deform_attn"),
     ],
-)  # fmt: skip
-def test_validated_kernels_run_by_default(kernel, operator, target):
-    assert calls(operator, X) == set()
+)
+def test_validated_kernels_run_by_default(kernel, operator, options, target):
+    assert calls(operator, **options) == set()
     defaults.write_verdict(KEY, {kernel: FASTER | {"bfloat16": "slower", "float16": "wrong"}})
-    assert calls(operator, X) == {target}
+    assert calls(operator, **options) == {target}
     for dtype in ("bfloat16", "float16"):
-        assert calls(operator, jax.ShapeDtypeStruct(X.shape, dtype)) == set()
+        assert calls(operator, dtype, **options) == set()
     defaults.write_verdict(KEY, {"another": FASTER})
-    assert calls(operator, X) == set()
+    assert calls(operator, **options) == set()
 
 
 def test_dtype_of_the_kernel(x64):
     """float64 positions make the kernel run in float64."""
-    boxes = jax.ShapeDtypeStruct((1, 1, 4), "float64")
-    align = functools.partial(effjax.roi_align, output_size=2)
     for dtype, found in (("float32", set()), ("float64", {"roi_pool"})):
         defaults.write_verdict(KEY, {"roi_pool": {dtype: "faster"}})
-        assert calls(align, X, boxes) == found
+        assert calls(pool, positions="float64") == found
 
 
 @pytest.mark.parametrize(
-    ("choice", "value", "aligns", "convolves"),
+    ("choice", "value", "pools", "convolves"),
     [("xla", "off", False, False), ("cuda", "on", True, True), ("validated", "", True, False)],
 )
-def test_choices(monkeypatch, choice, value, aligns, convolves):
+def test_choices(monkeypatch, choice, value, pools, convolves):
     defaults.write_verdict(KEY, {"roi_pool": FASTER})
     monkeypatch.setenv(defaults.VARIABLE, value)
-    assert (bool(calls(align, X)), bool(calls(convolve, X))) == (aligns, convolves)
+    assert (bool(calls(pool)), bool(calls(convolve))) == (pools, convolves)
     monkeypatch.setenv(defaults.VARIABLE, "maybe")
     with pytest.raises(ValueError, match=r"EFFJAX_CUDA \(='maybe'\)"):
-        calls(align, X)
+        calls(pool)
     native.set_default(choice)
-    assert (bool(calls(align, X)), bool(calls(convolve, X))) == (aligns, convolves)
+    assert (bool(calls(pool)), bool(calls(convolve))) == (pools, convolves)
     with pytest.raises(ValueError, match=r"`choice` \(='on'\)"):
         native.set_default("on")  # pyright: ignore
 
@@ -128,17 +104,16 @@ def test_all_kernels_without_their_library(monkeypatch):
     monkeypatch.setattr(native, "_load", lambda platform: "not built")
     monkeypatch.setenv(defaults.VARIABLE, "on")
     with pytest.raises(RuntimeError, match="EFFJAX_CUDA=on.* CUDA kernels are not built"):
-        calls(align, X)
-    jax.eval_shape(align, X)  # on a CPU
+        calls(pool)
+    trace(pool)  # on a CPU
     native.set_default("xla")
-    assert not calls(align, X)
+    assert not calls(pool)
 
 
 def test_other_platforms_decide_nothing(monkeypatch):
     monkeypatch.setenv(defaults.VARIABLE, "maybe")
-    jax.eval_shape(align, X)
-    with trace_for_platform("cuda"):
-        jax.eval_shape(functools.partial(align, implementation="xla"), X)
+    trace(pool)
+    assert calls(pool, implementation="xla") == set()
 
 
 def test_missing_verdict_is_logged_once(caplog):
@@ -277,11 +252,11 @@ def test_slow_sums_on_gpus(pretend_gpu, jaxlib, capability, told):
 def test_slow_sums_are_logged_once(pretend_gpu, caplog):
     """Where plain XLA runs on a GPU, and not where the CUDA kernels do."""
     pretend_gpu("0.10.2", "8.0")
-    x, counts = jnp.ones(X.shape), []
+    counts = []
     for platform, implementation in (
         ("cpu", "xla"), ("cuda", "native"), ("cuda", "xla"), ("cuda", None)
     ):  # fmt: skip
         with trace_for_platform(platform):
-            jax.make_jaxpr(functools.partial(align, implementation=implementation))(x)
+            trace(pool, implementation=implementation)
         counts.append(sum("compare-and-swap" in message for message in caplog.messages))
     assert counts == [0, 0, 1, 1]
