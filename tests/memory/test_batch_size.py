@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from tests.memory.conftest import f32
 pytestmark = pytest.mark.usefixtures("numbers_are_steps")
 
 # 1000 bytes on the device and on the host.
-SMALL = dict(
+SMALL: Any = dict(
     target=dataclasses.replace(find_target("h200"), memory_bytes=1000),
     memory_fraction=1.0,
     host_memory_bytes=1000,
