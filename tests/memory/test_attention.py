@@ -22,8 +22,8 @@ SCORES = 2 * BATCH * HEADS * LENGTH**2  # bytes in bfloat16
 PAIRS = BATCH * HEADS * LENGTH * (LENGTH + 1) // 2  # of a query and a key, causal
 
 
-def heads(number=HEADS, size=SIZE):
-    return jax.ShapeDtypeStruct((BATCH, LENGTH, number, size), "bfloat16")
+def heads(number=HEADS, size=SIZE, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct((BATCH, LENGTH, number, size), dtype)
 
 
 def gradients(attend):
@@ -146,6 +146,17 @@ def test_pallas_mosaic_gpu(target):
     assert list(p.step_time.unknown_kernels.values()) == [1]
     assert "mosaic_gpu" in next(iter(p.step_time.unknown_kernels))
     assert p.step_time.memory_bytes == 2 * 4 * 128**2
+
+
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+def test_pallas_mosaic_gpu_attention():
+    mgpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention_mgpu")
+    blocks = dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64)
+    config = mgpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=2, **blocks)
+    attend = functools.partial(mgpu.attention, config=config)
+    p = plan(gradients(attend), *[heads(dtype="float16")] * 3, target="h100")
+    assert len(p.step_time.unknown_kernels) >= 1 and p.device.temporaries < SCORES
 
 
 @needs_gpu_compiler
