@@ -17,6 +17,8 @@ from effjax.memory.devices import find_target
 from tests.programs import needs_gpu_compiler
 from tests.tiers import vary
 
+pytestmark = needs_gpu_compiler
+
 BATCH, LENGTH, HEADS, SIZE = 2, 1024, 4, 64
 SCORES = 2 * BATCH * HEADS * LENGTH**2  # bytes in bfloat16
 PAIRS = BATCH * HEADS * LENGTH * (LENGTH + 1) // 2  # of a query and a key, causal
@@ -40,7 +42,6 @@ def cudnn_attention(q, k, v, **options):
     return jax.nn.dot_product_attention(q, k, v, **options)
 
 
-@needs_gpu_compiler
 def test_cudnn():
     """Two products forward and five backward, no array of all scores, and a mask for each head.
 
@@ -62,7 +63,6 @@ def test_cudnn():
     assert 2 * 2 * PAIRS <= more <= 2 * 2 * PAIRS + 4 * mask
 
 
-@needs_gpu_compiler
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "kv_heads", "target", "pairs"),
@@ -77,7 +77,6 @@ def test_cudnn_with_other_masks(options, kv_heads, target, pairs):
     assert p.step_time.flops == {"bf16": 2 * BATCH * HEADS * pairs * SIZE * 2}
 
 
-@needs_gpu_compiler
 def test_answers_are_those_of_the_target():
     """CuDNN takes heads of 256 channels from Hopper on. On this machine it fails as before."""
     fun = jax.jit(cudnn_attention)
@@ -133,7 +132,6 @@ def test_mosaic_gpu_compiles_for_the_target(target, arch):
         assert module._infer_arch() == arch
 
 
-@needs_gpu_compiler
 @vary("target", ["h100", "b200"])
 def test_pallas_mosaic_gpu(target):
     plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
@@ -148,7 +146,6 @@ def test_pallas_mosaic_gpu(target):
     assert p.step_time.memory_bytes == 2 * 4 * 128**2
 
 
-@needs_gpu_compiler
 @pytest.mark.exhaustive
 def test_pallas_mosaic_gpu_attention():
     mgpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention_mgpu")
@@ -159,7 +156,6 @@ def test_pallas_mosaic_gpu_attention():
     assert len(p.step_time.unknown_kernels) >= 1 and p.device.temporaries < SCORES
 
 
-@needs_gpu_compiler
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("implementation", ["triton", "mosaic", "cudnn"])
 @pytest.mark.parametrize("target", ["h100", "b200"])

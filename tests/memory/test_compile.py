@@ -22,6 +22,8 @@ from effjax.memory.compiler.packages import find_compiler
 from tests.programs import needs_gpu_compiler
 from tests.tiers import vary
 
+pytestmark = needs_gpu_compiler
+
 X = jax.ShapeDtypeStruct((8,), jnp.float32)
 
 
@@ -58,7 +60,6 @@ def is_compiling(folder):
 
 
 @pytest.mark.exhaustive
-@needs_gpu_compiler
 def test_files_in_the_working_directory_are_not_imported(tmp_path, monkeypatch):
     for name in ("numpy", "jax", "sitecustomize", "json"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
@@ -69,7 +70,6 @@ def test_files_in_the_working_directory_are_not_imported(tmp_path, monkeypatch):
     assert not (tmp_path / "imported").exists()
 
 
-@needs_gpu_compiler
 def test_one_server_for_plans_of_an_environment(monkeypatch):
     plan(jnp.sin, X)
     first = process._servers["cuda"].process
@@ -123,7 +123,6 @@ def interrupt_after(wait):
     thread.join()
 
 
-@needs_gpu_compiler
 @vary("stop", [interrupted_plan, failed_comparison, interrupted_search])
 def test_a_compilation_that_is_not_needed_ends(stop, tmp_path, monkeypatch):
     """The caller goes on, as a notebook does, and so does the server."""
@@ -144,7 +143,6 @@ def test_a_compilation_that_is_not_needed_ends(stop, tmp_path, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@needs_gpu_compiler
 @pytest.mark.parametrize(
     ("number", "code"),
     [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],

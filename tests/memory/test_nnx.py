@@ -12,6 +12,8 @@ from effjax.memory import compare, max_batch_size, plan, residual_bytes
 from tests.memory.test_plan import on_host
 from tests.programs import needs_gpu_compiler
 
+pytestmark = needs_gpu_compiler
+
 WIDTH = 256
 X = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
 
@@ -41,7 +43,6 @@ def nnx_plan():
     return plan(nnx.jit(step, donate_argnums=(0, 1)), *shapes(), X)
 
 
-@needs_gpu_compiler
 def test_arguments_and_donation():
     p = nnx_plan()
     parameters = 4 * (2 * 4 * WIDTH**2 + 5 * WIDTH)
@@ -54,7 +55,6 @@ def test_arguments_and_donation():
 
 
 @pytest.mark.exhaustive
-@needs_gpu_compiler
 def test_methods_and_modules_of_arrays():
     class Learner(Network):
         @nnx.jit(donate_argnums=(0, 1))
@@ -69,7 +69,6 @@ def test_methods_and_modules_of_arrays():
 
 
 @pytest.mark.exhaustive
-@needs_gpu_compiler
 def test_arrays_of_modules_keep_their_memory_kind():
     model = nnx.eval_shape(lambda: nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
@@ -85,7 +84,6 @@ def test_arrays_of_modules_keep_their_memory_kind():
 REFUSED = pytest.raises(TypeError, match=r"`args\[0\]` is a Network.*nnx.jit")
 
 
-@needs_gpu_compiler
 def test_rejects_functions_without_nnx_jit():
     model, optimizer = shapes()
     for fn in (step, jax.jit(step), nnx.jit(step).__wrapped__, nnx.value_and_grad(step)):

@@ -1,25 +1,24 @@
 import json
 
 import jax.numpy as jnp
+import pytest
 
 from effjax.memory import residual_bytes
 from tests.memory.conftest import f32
 
 
-def test_counts_arrays_and_arguments():
-    # sin keeps cos(x); the product keeps both of its operands, sin(x) and w.
-    report = residual_bytes(lambda x, w: jnp.sin(x) * w, f32(4, 8), f32(4, 8))
-    assert report.bytes == 3 * 4 * 8 * 4
-    assert report.argument_bytes == 4 * 8 * 4
-    assert report.arrays == (((4, 8), "float32", 3, 3 * 128),)
-
-    squared = residual_bytes(lambda x: jnp.sin(x) * jnp.sin(x), f32(16))
-    assert squared.argument_bytes == 0
-
-
-def test_shared_argument_counts_one_time():
-    report = residual_bytes(lambda x, a, b: x * a + x * b, f32(8), f32(8), f32(8))
-    assert report.bytes == report.argument_bytes == 3 * 8 * 4
+@pytest.mark.parametrize(
+    ("function", "num_args", "kept", "of_arguments"),
+    [
+        (lambda x, w: jnp.sin(x) * w, 2, 3, 1),  # cos(x), and the operands sin(x) and w
+        (lambda x: jnp.sin(x) * jnp.sin(x), 1, 4, 0),
+        (lambda x, a, b: x * a + x * b, 3, 3, 3),  # x counts one time
+    ],
+)
+def test_counts_arrays_and_arguments(function, num_args, kept, of_arguments):
+    report = residual_bytes(function, *[f32(4, 8)] * num_args)
+    assert report.arrays == (((4, 8), "float32", kept, kept * 128),)
+    assert (report.bytes, report.argument_bytes) == (kept * 128, of_arguments * 128)
 
 
 def test_has_aux_and_pytrees():

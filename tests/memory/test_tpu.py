@@ -14,6 +14,8 @@ from tests.memory.test_plan import abstract_mesh, layers, on_host
 from tests.programs import needs_tpu_compiler
 from tests.tiers import vary
 
+pytestmark = needs_tpu_compiler
+
 GIB = 2**30
 TPUS = ("v5e", "v4", "v5p", "v6e", "tpu7x")
 
@@ -24,7 +26,6 @@ def network(kernels, x):
     return jnp.mean(x**2)
 
 
-@needs_tpu_compiler
 @vary("target", TPUS)
 def test_plan(target):
     rows, width, classes = 2048, 512, 12
@@ -49,7 +50,6 @@ def test_plan(target):
     assert 0.99 * live <= p.peak_device_bytes - p.device.generated_code <= 1.05 * live
 
 
-@needs_tpu_compiler
 @pytest.mark.exhaustive
 def test_optimization_level_of_jax():
     """The compiler does what it would do for the program in this process, and cached plans too."""
@@ -72,7 +72,6 @@ def test_optimization_level_of_jax():
     assert best.device.generated_code > quick.device.generated_code
 
 
-@needs_tpu_compiler
 @pytest.mark.exhaustive
 def test_refused_program():
     # 20 GiB of arguments and results do not fit in 15.75 GiB.
@@ -85,7 +84,6 @@ def test_refused_program():
     ]  # fmt: skip
 
 
-@needs_tpu_compiler
 @pytest.mark.exhaustive
 def test_devices_of_v4():
     # A chip is one device.
@@ -99,7 +97,6 @@ def test_devices_of_v4():
     assert is_line_of(__file__, p.collectives[0].source)
 
 
-@needs_tpu_compiler
 @pytest.mark.exhaustive
 def test_host_memory_and_time_of_a_loop():
     """The compiler does not state how often a loop runs."""
