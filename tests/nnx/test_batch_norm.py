@@ -1,3 +1,5 @@
+"""BatchNorm in nnx's transformations; tests/layers has what both flavors share."""
+
 from typing import Any
 
 import jax
@@ -10,11 +12,14 @@ from flax.nnx.nn import dtypes
 from effjax.nnx import BatchNorm
 
 X = np.random.default_rng(0).normal(3, 2, (6, 4, 5)).astype(np.float32)
-SAME: dict[str, Any] = dict(atol=2e-6, rtol=2e-6)
 
 
-def make(cls: Any = BatchNorm, features=5, **options):
-    return cls(features, rngs=nnx.Rngs(0), **options)
+def make(cls: Any = BatchNorm, **options):
+    return cls(5, rngs=nnx.Rngs(0), **options)
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(got, want, atol=2e-6, rtol=2e-6)
 
 
 def test_states_load_into_flax_and_back():
@@ -27,7 +32,7 @@ def test_states_load_into_flax_and_back():
         assert type(a) is type(b) and a.get_metadata() == b.get_metadata()
     ours.eval()
     flax_norm.eval()
-    np.testing.assert_allclose(ours(X), flax_norm(X), **SAME)
+    assert_close(ours(X), flax_norm(X))
 
 
 def test_modes():
@@ -58,9 +63,9 @@ def test_custom_promotion():
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs, **options):
-        self.norm = BatchNorm(5, rngs=rngs, **options)
-        self.linear = nnx.Linear(5, 5, rngs=rngs)
+    def __init__(self, norm: Any = BatchNorm):
+        self.norm = make(norm)
+        self.linear = nnx.Linear(5, 5, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
         return self.linear(self.norm(x))
@@ -72,22 +77,12 @@ def loss(model, x):
 
 def test_under_jit_grad_split_merge_and_remat():
     """Running statistics are updated in every transformation; only Params have gradients."""
-
-    @nnx.jit
-    def step(model, x):
-        return nnx.grad(loss)(model, x)
-
-    plain, remat, merged = (Net(nnx.Rngs(0), axis_index_groups=None) for _ in range(3))
-    grads = step(plain, X)
+    plain, remat, merged = (Net() for _ in range(3))
+    grads = nnx.jit(nnx.grad(loss))(plain, X)
     assert set(grads["norm"]) == {"scale", "bias"}
     assert (plain.norm.mean[...] != 0).all()
-
-    @nnx.jit
-    def remat_step(model, x):
-        return nnx.grad(lambda m, x: nnx.remat(loss)(m, x))(model, x)
-
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **SAME), remat_step(remat, X), grads)
-    np.testing.assert_allclose(remat.norm.mean[...], plain.norm.mean[...], **SAME)
+    again = nnx.jit(nnx.grad(lambda model, x: nnx.remat(loss)(model, x)))(remat, X)
+    jax.tree.map(assert_close, again, grads)
 
     graphdef, state = nnx.split(merged)
 
@@ -98,16 +93,13 @@ def test_under_jit_grad_split_merge_and_remat():
         return nnx.state(model)
 
     nnx.update(merged, pure(state, X))
-    np.testing.assert_allclose(merged.norm.mean[...], plain.norm.mean[...], **SAME)
+    for model in remat, merged:
+        assert_close(model.norm.mean[...], plain.norm.mean[...])
 
 
 def test_under_vmap_and_scan():
     """An ensemble of layers, and a stack of layers."""
-
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def create(rngs):
-        return BatchNorm(5, rngs=rngs)
-
+    create = nnx.vmap(lambda rngs: BatchNorm(5, rngs=rngs))
     layers = create(nnx.Rngs(0).split(2))
     y = nnx.jit(nnx.vmap(lambda layer, x: layer(x)))(layers, np.stack([X, 2 * X]))
     np.testing.assert_allclose(y[0], y[1], atol=1e-5)
@@ -131,15 +123,7 @@ def test_mutable_variables(kind):
 
 
 def test_tabulate_matches_flax():
-    class Net(nnx.Module):
-        def __init__(self, norm, rngs):
-            self.linear = nnx.Linear(5, 5, rngs=rngs)
-            self.norm = norm(5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.norm(self.linear(x))
-
-    ours, flax = (nnx.tabulate(Net(cls, nnx.Rngs(0)), X) for cls in (BatchNorm, nnx.BatchNorm))
+    ours, flax = (nnx.tabulate(Net(norm), X) for norm in (BatchNorm, nnx.BatchNorm))
     assert ours == flax
 
 
