@@ -80,7 +80,7 @@ def assert_same(got, want, rtol=2e-6, atol=2e-6):
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_signature_extends_that_of_flax(flavor):
     def arguments(package):
-        params = inspect.signature(package.BatchNorm).parameters.values()
+        params = inspect.signature(package.BatchNorm.__init__).parameters.values()
         functions = ("scale_init", "bias_init")  # equal functions, but other objects in nnx
         return [
             (p.name, p.kind, None if p.name in functions else p.default)

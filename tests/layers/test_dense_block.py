@@ -1,6 +1,5 @@
 """DenseBlock in both flavors against the definition, in float64."""
 
-import dataclasses
 import functools
 import inspect
 import re
@@ -18,7 +17,7 @@ import effjax.nnx
 from effjax import DenseLayerParams
 from effjax.memory import residual_bytes
 from tests import oracles
-from tests.contexts import CONTEXTS, assert_trees_close, single_device
+from tests.contexts import CONTEXTS, assert_trees_close, scan_of_checkpoint, single_device
 from tests.models.flavors import Linen, Nnx, draw
 from tests.tiers import vary
 
@@ -103,12 +102,13 @@ def expected(rate=0.0):
         ("nnx", "shard_map_of_grad"),
         ("linen", "pmap"),
         ("linen", "jit_explicit"),
+        ("nnx", "scan_of_checkpoint"),  # it runs forward twice and updates the statistics once
     ],
 )
 def test_matches_definition(flavor, context):
     """Compare the output, all gradients and the running statistics, under a mask."""
-    got = CONTEXTS[context](block(flavor), values()[0], batch())
-    assert_trees_close(got, expected(), 1e-12)
+    run = scan_of_checkpoint if context == "scan_of_checkpoint" else CONTEXTS[context]
+    assert_trees_close(run(block(flavor), values()[0], batch()), expected(), 1e-12)
 
 
 @pytest.mark.usefixtures("x64")
@@ -126,41 +126,24 @@ def test_forms_and_dropout(flavor, form):
     assert_trees_close(single_device(op, values()[0], batch()), expected(0.3), 1e-12)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("x64")
-def test_checkpoint_around_the_block():
-    """The statistics are those of one update, though the forward pass runs twice."""
-    inner = block("nnx")
-
-    def op(params, batch, axis_name):
-        return jax.checkpoint(lambda p, x: inner(p, {**batch, "x": x}, axis_name))(
-            params, batch["x"]
-        )
-
-    assert_trees_close(single_device(op, values()[0], batch()), expected(), 1e-12)
-
-
 @pytest.mark.usefixtures("x64")
 @vary("flavor", FLAVORS)
 def test_evaluation_uses_running_stats(flavor):
     """It needs no axis and no dropout key, and changes no statistics."""
-    params, stats = values()
-    x = batch()["x"]
+    (params, stats), x = values(), batch()["x"]
     model = FLAVORS[flavor](**OPTIONS, drop_rate=0.5, axis_name="absent")
     model.names(x)
     y, new = jax.jit(functools.partial(model, train=False))(params, stats, x)
     jax.tree.map(np.testing.assert_array_equal, new, stats)
-    want = x
-    for i in (0, 1):
+    want, of = x, params | stats
+    for layer in ("layers.0", "layers.1"):
         z = want
-        for k, padding in ((1, 0), (2, 1)):
-            layer = {n: v for n, v in (params | stats).items() if n.startswith(f"layers.{i}.")}
+        for k in (1, 2):
             scale, bias, mean, var = (
-                layer[f"layers.{i}.norm{k}.{name}"] for name in ("scale", "bias", "mean", "var")
+                of[f"{layer}.norm{k}.{name}"] for name in ("scale", "bias", "mean", "var")
             )
             z = np.maximum((z - mean) / np.sqrt(var + 1e-5) * scale + bias, 0)
-            kernel = layer[f"layers.{i}.conv{k}.kernel"]
-            z = oracles.conv(z, kernel, padding=[(padding, padding)] * 2)
+            z = oracles.conv(z, of[f"{layer}.conv{k}.kernel"])
         want = np.concatenate([want, z], -1)
     assert_trees_close(y, want, 1e-12)
 
@@ -173,19 +156,14 @@ X = np.random.default_rng(0).normal(size=(2, 4, 4, 3)).astype(np.float32)
 
 
 def test_both_flavors_have_the_same_arguments():
-    parameters = inspect.signature(effjax.nnx.DenseBlock.__init__).parameters
-    of_nnx = {
-        name: None if p.default is p.empty else p.default
-        for name, p in parameters.items()
-        if name not in ("self", "in_features", "rngs")
-    }
-    of_linen = {
-        field.name: None if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(effjax.linen.DenseBlock)
-        if field.name not in ("parent", "name")
-    }
-    of_nnx["use_running_average"] = None  # False; Flax's BatchNorm has this difference too
-    assert of_nnx == of_linen
+    def defaults(cls):
+        parameters = inspect.signature(cls.__init__).parameters
+        own = {"self", "in_features", "rngs", "parent", "name"}
+        return {name: p.default for name, p in parameters.items() if name not in own}
+
+    of_nnx, of_linen = defaults(effjax.nnx.DenseBlock), defaults(effjax.linen.DenseBlock)
+    # Flax's BatchNorm has this difference too.
+    assert of_nnx | {"use_running_average": None} == of_linen
     assert effjax.nnx.BatchNorm(3, rngs=nnx.Rngs(0)).momentum == of_nnx["momentum"]
 
 
@@ -236,21 +214,17 @@ def test_linen_modes():
 @vary("flavor", FLAVORS)
 def test_half_precision_and_kept_bytes(flavor):
     """Outputs have `dtype`, statistics are float32, and the recomputing forms keep less."""
+    x = jax.ShapeDtypeStruct((64, 4, 4, 3), jnp.bfloat16)
 
     def kept(**form):
         model = FLAVORS[flavor](**OPTIONS | dict(num_layers=4), dtype=jnp.bfloat16, **form)
-        shapes = model.names(X)
-        shapes = [
-            {n: jax.ShapeDtypeStruct(v.shape, jnp.float32) for n, v in d.items()} for d in shapes
-        ]
-        y, stats = jax.eval_shape(model, *shapes, X)
-        assert y.dtype == jnp.bfloat16 and y.shape == (2, 4, 4, 11)
-        assert {s.dtype for s in stats.values()} == {jnp.dtype("float32")}
-        report = residual_bytes(
-            lambda p, s, x: model(p, s, x)[0],
-            *shapes,
-            jax.ShapeDtypeStruct((64, *X.shape[1:]), jnp.bfloat16),
+        variables = jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape, jnp.float32), model.names(x)
         )
+        y, stats = jax.eval_shape(model, *variables, x)
+        assert y.dtype == jnp.bfloat16 and y.shape == (64, 4, 4, 11)
+        assert {s.dtype for s in stats.values()} == {jnp.dtype("float32")}
+        report = residual_bytes(lambda *args: model(*args)[0], *variables, x)
         return report.bytes - report.argument_bytes
 
     plain, conv, features = (kept(**form) for form in FORMS.values())
@@ -293,22 +267,16 @@ def test_linen_convert_batch_norm_refuses_a_network_with_a_block():
 @pytest.mark.parametrize("flavor", FLAVORS)
 def test_rejects_bad_arguments(flavor):
     make = make_nnx if flavor == "nnx" else lambda **o: effjax.linen.DenseBlock(**OPTIONS | o)
-    for name, value, match in (
-        ("num_layers", 0, r"`num_layers` \(=0\) must be an integer of at least 1"),
-        ("growth_rate", 0, r"`growth_rate` \(=0\)"),
-        ("drop_rate", 1.0, r"`drop_rate` \(=1.0\)"),
-        ("save", "all", r"`save` \(='all'\)"),
-    ):
-        with pytest.raises(ValueError, match=match):
+    for name, value in ("num_layers", 0), ("growth_rate", 0), ("drop_rate", 1.0), ("save", "all"):
+        with pytest.raises(ValueError, match=f"`{name}`"):
             make(**{name: value})
-    with pytest.raises(TypeError, match=r"DenseBlock\(\) has no argument `eps`; it is `epsilon`"):
+    with pytest.raises(TypeError, match="`eps`; it is `epsilon`"):
         make(eps=1e-3)
 
 
 def test_rejects_bad_inputs():
-    model = make_nnx()
     with pytest.raises(ValueError, match=r"`x` of shape \(2, 4, 4, 2\)"):
-        model(X[..., :2])
+        make_nnx()(X[..., :2])
     for efficient in (True, False):
-        with pytest.raises(ValueError, match="`mask` of shape .* must broadcast"):
+        with pytest.raises(ValueError, match="`mask`"):
             make_nnx(efficient=efficient)(X, mask=np.ones(X.shape, bool))
