@@ -1,6 +1,7 @@
 """MSDeformAttn and DCNv3 of linen and nnx, against their formulas and each other."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,11 @@ SHAPES = (4, 5), (2, 3)
 SIZES = dict(features=12, num_levels=2, num_heads=3, num_points=2)
 
 
-def inputs(boxes=False, dtype=np.float32):
+def inputs(boxes=False):
     rng = np.random.default_rng(0)
     reference = rng.uniform(size=(2, 7, 2, 4 if boxes else 2))
     arrays = rng.normal(size=(2, 7, 12)), reference, rng.normal(size=(2, 26, 12))
-    query, reference, value = (jnp.asarray(a, dtype) for a in arrays)
+    query, reference, value = (jnp.asarray(a, jnp.float32) for a in arrays)
     return query, reference, value, SHAPES, jnp.asarray(rng.uniform(size=(2, 26)) < 0.2)
 
 
@@ -49,9 +50,7 @@ def by_formula(module, query, reference, value, shapes, padding):
     weights = jax.nn.softmax(weights).reshape(offsets.shape[:-1])
     own = reference[:, :, None, :, None]
     if reference.shape[-1] == 2:
-        at = own + offsets / jnp.asarray([(w, h) for h, w in shapes], offsets.dtype).reshape(
-            1, 1, 1, 2, 1, 2
-        )
+        at = own + offsets / jnp.asarray([(w, h) for h, w in shapes])[:, None]
     else:
         at = own[..., :2] + offsets / points * own[..., 2:] * 0.5
     y = effjax.ms_deform_attn(value.reshape(2, 26, heads, 4), shapes, at, weights)
@@ -60,57 +59,48 @@ def by_formula(module, query, reference, value, shapes, padding):
 
 @vary("boxes", [True, False])
 def test_attention(boxes):
-    args = inputs(boxes)
+    """Both flavors follow the formula and ignore values in the padding."""
+    query, reference, value, shapes, padding = inputs(boxes)
+    args = query, reference, jnp.where(padding[..., None], jnp.nan, value), shapes, padding
     module = attention()
     y, want = nnx.jit(lambda module: (module(*args), by_formula(module, *args)))(module)
     assert_trees_close(y, want, 1e-5)
     layer = effjax.linen.MSDeformAttn(**SIZES)
-    shapes = jax.eval_shape(lambda *a: layer.init(jax.random.key(0), *a, SHAPES), *args[:3])
-    variables = convert.from_torch(convert.to_torch(module), shapes)
-    apply = jax.jit(lambda variables: layer.apply(variables, *args))
-    assert_trees_close(apply(variables), y, 1e-6)
+    like = jax.eval_shape(lambda *a: layer.init(jax.random.key(0), *a, SHAPES), *args[:3])
+    variables = convert.from_torch(convert.to_torch(module), like)
+    assert_trees_close(jax.jit(lambda v: layer.apply(v, *args))(variables), y, 1e-6)
 
 
 def test_attention_initialization():
     """Weights are equal; point p of a head lies p + 1 pixels away in the direction of the head."""
-    module = effjax.nnx.MSDeformAttn(8, 2, 4, 3, rngs=nnx.Rngs(0))
+    sizes = dict(features=8, num_levels=2, num_heads=4, num_points=3)
+    module = effjax.nnx.MSDeformAttn(**sizes, rngs=nnx.Rngs(0))
     way = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])
-    bias = module.sampling_offsets.bias[...].reshape(4, 2, 3, 2)
     want = way[:, None, None] * np.arange(1, 4)[:, None] + np.zeros((4, 2, 3, 2))
-    np.testing.assert_allclose(bias, want, atol=1e-6)
-    layer = effjax.linen.MSDeformAttn(8, 2, 4, 3)
+    layer = effjax.linen.MSDeformAttn(**sizes)
     args = jnp.ones((1, 2, 8)), jnp.ones((1, 2, 2, 2)), jnp.ones((1, 5, 8)), ((2, 2), (1, 1))
-    init = jax.jit(layer.init, static_argnums=4)
-    params = init(jax.random.key(0), *args)["params"]
-    assert_trees_close(params["sampling_offsets"]["bias"], bias.ravel(), 1e-7)
+    params = jax.jit(layer.init, static_argnums=4)(jax.random.key(0), *args)["params"]
+    for bias in module.sampling_offsets.bias[...], params["sampling_offsets"]["bias"]:
+        np.testing.assert_allclose(bias.reshape(want.shape), want, atol=1e-6)
     for name in ("sampling_offsets", "attention_weights"):
         assert not np.any(params[name]["kernel"])
 
 
 def test_attention_gradients_in_bfloat16():
-    *args, padding = inputs(dtype=jnp.float32)
-    make = functools.partial(effjax.nnx.MSDeformAttn, **SIZES, dtype=jnp.bfloat16)
-    module = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+    args = inputs()
+    options: Any = dict(**SIZES, dtype=jnp.bfloat16)
+    module = nnx.eval_shape(lambda: effjax.nnx.MSDeformAttn(**options, rngs=nnx.Rngs(0)))
     nnx.update(module, nnx.state(attention(), nnx.Param))
 
     @nnx.jit
+    @nnx.grad
     def gradients(module):
-        def loss(module):
-            y = module(*args[:3], SHAPES, padding)
-            assert y.dtype == jnp.bfloat16
-            return jnp.sum(y.astype(jnp.float32) ** 2)
-
-        return nnx.grad(loss)(module)
+        y = module(*args)
+        assert y.dtype == jnp.bfloat16
+        return jnp.sum(y.astype(jnp.float32) ** 2)
 
     leaves = jax.tree.leaves(gradients(module))
     assert len(leaves) == 8 and all(a.dtype == jnp.float32 and np.any(a) for a in leaves)
-
-
-def test_padding_is_ignored():
-    query, reference, value, shapes, padding = inputs()
-    run = jax.jit(lambda value: attention()(query, reference, value, shapes, padding))
-    bad = jnp.where(padding[..., None], jnp.nan, value)
-    assert_trees_close(run(bad), run(value), 0)
 
 
 def test_empty_batch_and_no_queries():
@@ -159,8 +149,8 @@ def test_dcnv3_starts_as_a_mean():
 
 
 @pytest.mark.parametrize("name", ["MSDeformAttn", "DCNv3"])
-def test_rejects_a_wrong_precision(name):
-    """Both flavors name it, nnx where it is passed."""
+def test_precision(name):
+    """Both flavors reject a wrong one, nnx where it is passed."""
 
     def make(precision):
         options = dict(features=16, precision=precision)
@@ -168,9 +158,8 @@ def test_rejects_a_wrong_precision(name):
 
     for precision in ("highest", jax.lax.Precision.HIGH, ("high", None), "F32_F32_F32"):
         make(precision)
-    with pytest.raises(ValueError, match=r"`precision` \(='hihg'\) must be None"):
-        make("hihg")
     args = inputs()[:4] if name == "MSDeformAttn" else [jnp.ones((1, 5, 5, 12))]
     module = getattr(effjax.linen, name)(features=12, precision="hihg")
-    with pytest.raises(ValueError, match=r"`precision` \(='hihg'\) must be None"):
-        module.init(jax.random.key(0), *args)
+    for run in lambda: make("hihg"), lambda: module.init(jax.random.key(0), *args):
+        with pytest.raises(ValueError, match=r"`precision` \(='hihg'\) must be None"):
+            run()

@@ -90,13 +90,13 @@ def test_half_precision(make):
 
 @both
 def test_rejects_offset_and_mask_that_do_not_fit_the_options(make):
-    layer = make("DeformConv", X, OFFSET)
-    for args in ((), (OFFSET, MASK)):
-        with pytest.raises(ValueError, match="Pass `offset` and no `mask`"):
+    for layer, args, match in (
+        (make("DeformConv", X, OFFSET), (), "`offset` and no `mask`"),
+        (make("DeformConv", X, OFFSET), (OFFSET, MASK), "`offset` and no `mask`"),
+        (make("DeformConvPack", X), (OFFSET,), "neither `offset` nor `mask`"),
+    ):
+        with pytest.raises(ValueError, match=match):
             layer.apply(layer.params, X, *args)
-    layer = make("DeformConvPack", X)
-    with pytest.raises(ValueError, match="Pass neither `offset` nor `mask`"):
-        layer.apply(layer.params, X, OFFSET)
 
 
 def test_linen_equals_nnx():

@@ -20,39 +20,15 @@ OPTIONS = dict(spatial_scale=0.5, sampling_ratio=2, gamma=0.2)
 
 
 def nnx_layer(name, **options):
-    given = () if name == "DeformRoIPool" else (4, 16)
-    rngs = {} if name == "DeformRoIPool" else {"rngs": nnx.Rngs(1)}
-    layer = getattr(effjax.nnx, name)((2, 3), *given, **options, **rngs)
-    return from_nnx(layer)
+    if name != "DeformRoIPool":
+        options |= dict(output_channels=4, deform_fc_channels=16, rngs=nnx.Rngs(1))
+    return from_nnx(getattr(effjax.nnx, name)((2, 3), **options))
 
 
 def linen_layer(name, **options):
-    width = {} if name == "DeformRoIPool" else {"deform_fc_channels": 16}
-    layer = getattr(effjax.linen, name)((2, 3), **options, **width)
-    return from_linen(layer, X, BOXES)
-
-
-both = pytest.mark.parametrize("make", [nnx_layer, linen_layer])
-packs = vary(
-    ("make", "name"),
-    [(linen_layer, "ModulatedDeformRoIPoolPack"), (nnx_layer, "DeformRoIPoolPack")],
-)
-
-
-@packs
-def test_starts_as_roi_align(make, name):
-    """Initial offsets are zero and masks one half."""
-    layer = make(name, **OPTIONS)
-    options = {k: v for k, v in OPTIONS.items() if k != "gamma"}
-
-    @jax.jit
-    def run(params):
-        return layer.apply(params, X, BOXES), effjax.roi_align(
-            X, BOXES, output_size=(2, 3), **options
-        )
-
-    got, want = run(layer.params)
-    np.testing.assert_allclose(got, (0.5 if "Modulated" in name else 1.0) * want, atol=1e-6)
+    if name != "DeformRoIPool":
+        options |= dict(deform_fc_channels=16)
+    return from_linen(getattr(effjax.linen, name)((2, 3), **options), X, BOXES)
 
 
 def predict(params, x):
@@ -66,15 +42,18 @@ def predict(params, x):
     return jnp.moveaxis(linear("offset_fc3", hidden).reshape(2, 2, 2, 2, 3), 2, -1), mask
 
 
-@packs
-def test_matches_formula_and_has_gradients(make, name):
+@vary(
+    ("make", "name"),
+    [(linen_layer, "ModulatedDeformRoIPoolPack"), (nnx_layer, "DeformRoIPoolPack")],
+)
+def test_packs(make, name):
+    """They start as RoIAlign, with masks of one half, follow the formula and have gradients."""
     layer = make(name, **OPTIONS)
-    wave = lambda p: 0.1 * np.sin(np.arange(p.size, dtype=np.float32)).reshape(p.shape)  # noqa: E731
-    params = jax.tree.map(lambda p: np.asarray(p) + wave(p), layer.params)
     pool = functools.partial(effjax.deform_roi_pool, output_size=(2, 3), **OPTIONS)
+    aligned = effjax.roi_align(X, BOXES, output_size=(2, 3), spatial_scale=0.5, sampling_ratio=2)
 
     @jax.jit
-    def run(params):
+    def by_formula(params):
         offset, mask = predict(params, jnp.moveaxis(pool(X, BOXES), -1, 2).reshape(2, 2, -1))
         return pool(X, BOXES, offset) * mask
 
@@ -84,12 +63,16 @@ def test_matches_formula_and_has_gradients(make, name):
         y = layer.apply(params, X, BOXES)
         return jnp.sum(jnp.sin(y)), y
 
+    start = 0.5 if "Modulated" in name else 1.0
+    np.testing.assert_allclose(gradients(layer.params)[1], start * aligned, atol=1e-6)
+    wave = lambda p: 0.1 * np.sin(np.arange(p.size, dtype=np.float32)).reshape(p.shape)  # noqa: E731
+    params = jax.tree.map(lambda p: np.asarray(p) + wave(p), layer.params)
     grads, got = gradients(params)
-    np.testing.assert_allclose(got, run(params), atol=1e-5)
+    np.testing.assert_allclose(got, by_formula(params), atol=1e-5)
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
 
 
-@both
+@pytest.mark.parametrize("make", [nnx_layer, linen_layer])
 def test_given_offsets(make):
     layer = make("DeformRoIPool", **OPTIONS)
     offset = jnp.ones((2, 2, 2, 3, 2))
