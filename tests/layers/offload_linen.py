@@ -128,6 +128,11 @@ def call(make, x, options, flags):
     return model.apply(variables, x, rngs={"dropout": KEY}, **flags)
 
 
+def function_of(layers):
+    """Return the offloaded model of layers without parameters."""
+    return functools.partial(OffloadModel(layers).apply, {})
+
+
 def check_trained(model, results):
     """Check that parameters are in host memory and running statistics in device memory."""
     assert kinds(model[1]["params"]) == {"pinned_host"}

@@ -5,18 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 import effjax
 import effjax.nnx
 from effjax.nnx import OffloadModel
-from tests.layers.offload_linen import FAST
+from tests.layers.offload_linen import FAST, IMAGES, X
 from tests.ops.offload.stacks import kinds
-
-X = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
-IMAGES = np.random.default_rng(1).normal(size=(8, 6, 6, 2)).astype(np.float32)
-KEY = jax.random.key(5)
 
 
 class Block(nnx.Module):
@@ -40,13 +35,6 @@ class Normed(nnx.Module):
 
     def __call__(self, x):
         return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
-
-
-class Noise(nnx.Module):
-    """A layer with the arguments `rngs` and `scale`."""
-
-    def __call__(self, x, rngs=None, scale=1.0):
-        return x if rngs is None else x + scale * jax.random.normal(rngs.noise(), x.shape)
 
 
 class Keyed(nnx.Module):
@@ -172,6 +160,9 @@ def unwrapped(make):
 
 def call(make, x, options, flags):
     return offloaded(make, **options)(x, **flags)
+
+
+function_of = OffloadModel
 
 
 def check_trained(model, results):

@@ -1,9 +1,5 @@
 """Host memory of OffloadModel, as planned by `effjax.memory.plan`."""
 
-import dataclasses
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -36,16 +32,13 @@ def of_nnx(x):
     return params, lambda params, x: nnx.merge(graphdef, params)(x)
 
 
-@functools.cache
 def planned(flavour, overwrites):
     """Plan a gradient, or a step that overwrites the parameters."""
     mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
     host = NamedSharding(mesh, P(), memory_kind="pinned_host")
     x = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P()))
     params, apply = flavour(x)
-    params: Any = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host), params
-    )
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=host), params)
     grad = jax.grad(lambda params, x: jnp.sin(apply(params, x)).mean())
 
     def descend(p, dp):
@@ -59,7 +52,7 @@ def planned(flavour, overwrites):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("flavour", [of_linen, of_nnx], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("flavour", [of_linen, of_nnx])
 def test_host_memory_of_gradients(flavour):
     """The host holds parameters, gradients, and inputs of the layers.
 
@@ -70,12 +63,9 @@ def test_host_memory_of_gradients(flavour):
     assert memory.host.temporaries <= INPUTS <= memory.host.outputs + memory.host.temporaries
     assert memory.peak_host_bytes == 2 * PARAMS + memory.host.temporaries
     assert memory.device.arguments == 4 * BATCH * WIDTH and memory.device.outputs < 2**10
-    for limit in (-1, 0):
-        limited = dataclasses.replace(memory, host_memory_bytes=memory.peak_host_bytes + limit)
-        assert limited.fits == (limit == 0)
 
 
-@vary("flavour", [of_nnx, of_linen], ids=lambda f: f.__name__)
+@vary("flavour", [of_nnx, of_linen])
 def test_host_memory_of_step_that_overwrites_parameters(flavour):
     memory = planned(flavour, overwrites=True)
     assert memory.host.arguments == memory.host.outputs == memory.host.aliased == PARAMS
