@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax.linen import BatchNorm, convert_batch_norm
 from effjax.models.linen import DenseNet
+from tests.contexts import CONTEXTS, single_device
 
 X = np.random.default_rng(0).normal(3, 2, (16, 4)).astype(np.float32)
 KEY = jax.random.key(0)
@@ -82,57 +83,44 @@ def test_replaces_flax_layers_only(mesh8):
     assert collectives(mesh8, model, variables) == ["data"] * 3
 
 
-def test_statistics_and_gradients_over_devices(mesh8):
+def test_statistics_and_gradients_over_devices():
     flat = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=False), nn.Dense(3)])
     variables = flat.init(KEY, X)
-    synced = convert_batch_norm(flat, "data")
 
-    def loss(params, stats, x, model):
-        y, new = run(model, {"params": params, "batch_stats": stats}, x)
-        return jnp.square(jnp.sin(y)).mean(), new
+    def operator(model):
+        return lambda params, batch, axis: run(model, {**variables, "params": params}, batch["x"])
 
-    def step(params, stats, x):
-        local = lambda p: jax.lax.pmean(loss(p, stats, x, synced)[0], "data")  # noqa: E731
-        return jax.grad(local)(params), loss(params, stats, x, synced)[1]
-
-    mapped = jax.shard_map(step, mesh=mesh8, in_specs=(P(), P(), P("data")), out_specs=P())
-    stats = variables["batch_stats"]
-    grads, new = jax.jit(mapped)(variables["params"], stats, X)
-    (_, expected), whole = jax.jit(
-        functools.partial(jax.value_and_grad(loss, has_aux=True), model=flat)
-    )(variables["params"], stats, X)
-    close(grads, whole)
-    close(new, expected)
+    args = variables["params"], {"x": X, "w": np.sin(np.arange(48.0, dtype="f4")).reshape(16, 3)}
+    got = CONTEXTS["shard_map_of_grad"](operator(convert_batch_norm(flat, "i")), *args)
+    close(got, single_device(operator(flat), *args))
 
 
 def test_settings_of_effjax_layers():
-
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
             own = BatchNorm(use_running_average=False, axis_name="data")
             return convert_batch_norm(nn.Sequential([own, nn.Dense(2)]), axis_name=None)(x)
 
-    variables = Outer().init(KEY, X)
-    y, _ = run(Outer(), variables)  # no axis is mapped
+    y, _ = run(Outer(), Outer().init(KEY, X))  # no axis is mapped
     assert y.shape == (16, 2)
     alone = convert_batch_norm(nn.BatchNorm(use_running_average=False), unbiased_running_var=True)
-    (_, new), n = run(alone, alone.init(KEY, X)), len(X)
-    np.testing.assert_allclose(
-        new["batch_stats"]["var"], 0.99 + 0.01 * X.var(0) * n / (n - 1), rtol=1e-5
-    )
+    _, new = run(alone, alone.init(KEY, X))
+    want = 0.99 + 0.01 * X.var(0, ddof=1)
+    np.testing.assert_allclose(new["batch_stats"]["var"], want, rtol=1e-5)
 
 
-def test_rejects_a_model_with_an_axis_of_its_own():
-    with pytest.raises(ValueError, match="must not have an `axis_name`"):
-        convert_batch_norm(DenseNet())
-
-
-def test_rejects_what_is_no_linen_module():
-    with pytest.raises(TypeError, match="`model` must be a flax.linen.Module, not None"):
-        convert_batch_norm(None)  # type: ignore[type-var]
-    with pytest.raises(TypeError, match="Convert an nnx model with effjax.nnx"):
-        convert_batch_norm(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # type: ignore[type-var]
+@pytest.mark.parametrize(
+    ("error", "match", "model"),
+    [
+        (ValueError, "must not have an `axis_name`", DenseNet()),
+        (TypeError, r"`model` must be a flax\.linen\.Module", None),
+        (TypeError, r"with effjax\.nnx", nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+    ],
+)
+def test_rejects(error, match, model):
+    with pytest.raises(error, match=match):
+        convert_batch_norm(model)
 
 
 class Encoder(nn.Module):
@@ -154,14 +142,6 @@ class Encoder(nn.Module):
 
     def __call__(self, x):
         return self.encode(x)
-
-
-class Compiled(nn.Module):
-    """Network with a layer that `nn.jit` compiles, and caches by its configuration."""
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.jit(Encoder)(name="encoder")(x)
 
 
 def test_has_the_attributes_and_methods_of_the_model():
@@ -186,11 +166,9 @@ def test_converts_whichever_method_is_called(mesh8, method):
 
 
 def test_converts_twice(mesh8):
-    variables, first = (
-        Encoder().init(KEY, X),
-        convert_batch_norm(Encoder(), "missing", stats="gather"),
-    )
+    first = convert_batch_norm(Encoder(), "missing", stats="gather")
     second = convert_batch_norm(first, "data")
+    variables = Encoder().init(KEY, X)
     close(second.init(KEY, X), variables)
     assert collectives(mesh8, second, variables) == ["data"]
     # The model, and its part, are converted.
@@ -200,7 +178,13 @@ def test_converts_twice(mesh8):
 
 
 def test_converts_layers_that_are_compiled_already(mesh8):
+    class Compiled(nn.Module):
+        """Network with a layer that `nn.jit` compiles, and caches by its configuration."""
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(Encoder)(name="encoder")(x)
+
     variables, converted = Compiled().init(KEY, X), convert_batch_norm(Compiled(), "data")
-    assert not collectives(mesh8, Compiled(), variables)
-    assert collectives(mesh8, converted, variables) == ["data"]
-    assert not collectives(mesh8, Compiled(), variables)
+    for model, want in (Compiled(), []), (converted, ["data"]), (Compiled(), []):
+        assert collectives(mesh8, model, variables) == want

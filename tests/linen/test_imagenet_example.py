@@ -1,7 +1,7 @@
 """The program of Flax's ImageNet example, with a small network, before and after conversion."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,9 +40,7 @@ class ResNetBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    stage_sizes: Sequence[int]
-    block_cls: Any
-    num_classes: int
+    block_cls: Any = ResNetBlock
     num_filters: int = 4
     dtype: Any = jnp.float32
     act: Callable = nn.relu
@@ -57,40 +55,22 @@ class ResNet(nn.Module):
         )  # fmt: skip
         x = conv(self.num_filters, (3, 3), name="conv_init")(x)
         x = nn.relu(norm(name="bn_init")(x))
-        for i, block_size in enumerate(self.stage_sizes):
-            for j in range(block_size):
-                strides = (2, 2) if i > 0 and j == 0 else (1, 1)
-                x = self.block_cls(
-                    self.num_filters * 2**i, strides=strides, conv=conv, norm=norm, act=self.act
-                )(x)
+        options: Any = dict(conv=conv, norm=norm, act=self.act)
+        x = self.block_cls(self.num_filters, **options)(x)
+        x = self.block_cls(2 * self.num_filters, strides=(2, 2), **options)(x)
         x = jnp.mean(x, axis=(1, 2))
-        return jnp.asarray(nn.Dense(self.num_classes, dtype=self.dtype)(x), self.dtype)
+        return jnp.asarray(nn.Dense(4, dtype=self.dtype)(x), self.dtype)
 
 
 class TrainState(train_state.TrainState):
     batch_stats: Any
 
 
-def create_model(**kwargs):
-    cls = functools.partial(ResNet, stage_sizes=[1, 1], block_cls=ResNetBlock)
-    return cls(num_classes=4, **kwargs)
-
-
-def initialized(key, image_size, model):
-    @jax.jit
-    def init(*args):
-        return model.init(*args)
-
-    variables = init({"params": key}, jnp.ones((1, image_size, image_size, 3), model.dtype))
-    return variables["params"], variables["batch_stats"]
-
-
 def create_train_state(rng, model):
-    params, batch_stats = initialized(rng, 8, model)
+    variables = jax.jit(model.init)({"params": rng}, jnp.ones((1, 8, 8, 3), model.dtype))
     return TrainState.create(
-        apply_fn=model.apply, params=params, tx=optax.sgd(0.1, 0.9, nesterov=True),
-        batch_stats=batch_stats,
-    )  # fmt: skip
+        apply_fn=model.apply, tx=optax.sgd(0.1, 0.9, nesterov=True), **variables
+    )
 
 
 def train_step(state, batch):
@@ -116,36 +96,29 @@ def eval_step(state, batch):
     return jax.lax.pmean(jnp.mean(logits, 0), axis_name="batch")
 
 
-def sync_batch_stats(state, devices):
-    cross_replica_mean = jax.pmap(lambda x: jax.lax.pmean(x, "x"), "x", devices=devices)
-    return state.replace(batch_stats=cross_replica_mean(state.batch_stats))
-
-
 def train(model, num_devices):
     """Take two steps; return the parameters, the statistics of each device, and an evaluation."""
     devices = jax.devices("cpu")[:num_devices]
-    state = create_train_state(jax.random.key(0), model)
-    state = jax_utils.replicate(state, devices)
+    pmap = functools.partial(jax.pmap, axis_name="batch", devices=devices)
+    state = jax_utils.replicate(create_train_state(jax.random.key(0), model), devices)
     split = lambda a: a.reshape(num_devices, -1, *a.shape[1:])  # noqa: E731
     batch = {"image": split(IMAGES), "label": split(LABELS)}
-    p_train_step = jax.pmap(train_step, axis_name="batch", devices=devices)
-    p_eval_step = jax.pmap(eval_step, axis_name="batch", devices=devices)
+    p_train_step = pmap(train_step)
     for _ in range(2):
         state, loss = p_train_step(state, batch)
-    stats, state = state.batch_stats, sync_batch_stats(state, devices)
-    logits = p_eval_step(state, batch)
+    stats = state.batch_stats
+    state = state.replace(batch_stats=pmap(lambda x: jax.lax.pmean(x, "batch"))(stats))
+    logits = pmap(eval_step)(state, batch)
     return jax.tree.map(lambda a: a[0], jax.device_get((state.params, loss, logits))), stats
 
 
 @pytest.mark.exhaustive
 def test_example_runs_with_a_converted_model():
-    model = create_model()
-    want, want_stats = train(model, 1)
-    converted = convert_batch_norm(convert_batch_norm(model), axis_name="batch")
+    want, want_stats = train(ResNet(), 1)
+    converted = convert_batch_norm(convert_batch_norm(ResNet()), axis_name="batch")
     assert isinstance(converted, ResNet)
     got, stats = train(converted, 2)
     assert_trees_close(got, want, 1e-4)
-    whole_batch = jax.tree.map(lambda a: a.repeat(2, 0), want_stats)
-    assert_trees_close(stats, whole_batch, 1e-4)
-    _, local = train(model, 2)
+    assert_trees_close(stats, jax.tree.map(lambda a: a.repeat(2, 0), want_stats), 1e-4)
+    _, local = train(ResNet(), 2)
     assert not np.allclose(*local["bn_init"]["mean"], rtol=1e-3)
