@@ -1,11 +1,9 @@
-"""Public names: supported derivatives, parity of the Flax modules, and names of PyTorch."""
+"""Public names: parity of the Flax modules, the reference, and names of PyTorch."""
 
-import inspect
 import pathlib
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.nnx import Rngs
@@ -16,96 +14,10 @@ from effjax._names import FLAX_NAMES
 from effjax.models import linen as linen_models
 
 IMAGES = jax.ShapeDtypeStruct((2, 8, 8, 4), "float32")
-KEY = jax.random.key(0)
 
 
 def ones(*shape):
     return np.ones(shape, np.float32)
-
-
-def apply_linen(module, x, **options):
-    return module.apply(module.init(KEY, x), x, **options)
-
-
-LAYER = effjax.DenseLayerParams(
-    ones(4), ones(4), ones(1, 1, 4, 2), ones(2), ones(2), ones(3, 3, 2, 1)
-)
-TAPS = ones(2, 18, 6, 2), ones(2, 9, 6, 2), ones(2, 8, 3, 3)  # offset, mask, weight
-ROIS = ones(3, 5)
-SMALL = dict(block_config=(1,), growth_rate=2, small_inputs=True)
-RESNET = dict(stage_sizes=(1,), width=2, small_inputs=True)
-REVERSE_MODE_OPERATORS = {
-    "effjax.sync_batch_norm": lambda x: effjax.sync_batch_norm(x)[0],
-    "effjax.bn_relu_conv": lambda x: effjax.bn_relu_conv(x, *LAYER[:3])[0],
-    "effjax.dense_block": lambda x: effjax.dense_block(x, [LAYER])[0],
-    "effjax.linear_cross_entropy": lambda x: effjax.linear_cross_entropy(
-        x, jnp.ones((x.shape[-1], 3)), jnp.zeros(x.shape[:-1], int)
-    ),
-    "effjax.dot_product_attention": lambda x: effjax.dot_product_attention(x, x, x),
-    "effjax.offload_scan": lambda x: effjax.offload_scan(
-        lambda w, x, key: w * x, ones(2), x, params_in="device"
-    ),
-    "effjax.offload_sequential": lambda x: effjax.offload_sequential(
-        [lambda w, x, key: w * x], [ones(1)], x, params_in="device"
-    ),
-    "effjax.to_host": lambda x: effjax.to_device(effjax.to_host(x)),
-    "effjax.compat.deform_conv2d": lambda x: compat.deform_conv2d(x, TAPS[0], TAPS[2]),
-    "effjax.compat.deform_conv": lambda x: compat.deform_conv(x, TAPS[0], TAPS[2]),
-    "effjax.compat.roi_align": lambda x: compat.roi_align(x, ROIS, 2),
-    "effjax.compat.deform_roi_pool": lambda x: compat.deform_roi_pool(x, ROIS, None, 2),
-    "effjax.compat.deform_roi_pooling": lambda x: compat.deform_roi_pooling(
-        x, ROIS, None, 1.0, 2, 8, True
-    ),
-    "effjax.compat.modulated_deform_conv": lambda x: compat.modulated_deform_conv(x, *TAPS),
-}
-REVERSE_MODE_MODULES = {
-    "effjax.nnx.BatchNorm": lambda x: nnx.BatchNorm(4, rngs=Rngs(0))(x),
-    "effjax.nnx.DenseBlock": lambda x: nnx.DenseBlock(4, 1, growth_rate=2, rngs=Rngs(0))(x),
-    "effjax.nnx.OffloadModel": lambda x: nnx.OffloadModel([jnp.sin])(x),
-    "effjax.models.DenseNet": lambda x: models.DenseNet(**SMALL, in_channels=4, rngs=Rngs(0))(x),
-    "effjax.models.ResNet": lambda x: models.ResNet(**RESNET, in_channels=4, rngs=Rngs(0))(x),
-    "effjax.linen.BatchNorm": lambda x: apply_linen(
-        linen.BatchNorm(use_running_average=False), x, mutable="batch_stats"
-    )[0],
-    "effjax.linen.DenseBlock": lambda x: apply_linen(
-        linen.DenseBlock(1, growth_rate=2, use_running_average=False), x, mutable="batch_stats"
-    )[0],
-    "effjax.linen.OffloadModel": lambda x: linen.OffloadModel([jnp.sin]).apply({}, x),
-    "effjax.models.linen.DenseNet": lambda x: apply_linen(
-        linen_models.DenseNet(**SMALL), x, train=True, mutable="batch_stats"
-    )[0],
-    "effjax.models.linen.ResNet": lambda x: apply_linen(
-        linen_models.ResNet(**RESNET), x, train=True, mutable="batch_stats"
-    )[0],
-}
-
-
-def assert_forward_mode_is_refused(call):
-    with pytest.raises(NotImplementedError, match=r"^\w+ (does not support|supports only first)"):
-        jax.jit(lambda x: jax.jvp(call, (x,), (x,))).lower(IMAGES)
-
-
-@pytest.mark.parametrize("name", REVERSE_MODE_OPERATORS)
-def test_forward_mode_is_refused(name):
-    if "compat" in name and not native.is_available("cpu"):
-        pytest.skip("only the native kernels are limited to reverse mode")
-    assert_forward_mode_is_refused(REVERSE_MODE_OPERATORS[name])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", REVERSE_MODE_MODULES)
-def test_forward_mode_of_modules_is_refused(name):
-    assert_forward_mode_is_refused(REVERSE_MODE_MODULES[name])
-
-
-def test_docstrings_mention_reverse_mode_only():
-    documented = {
-        f"{module.__name__}.{name}"
-        for module in (effjax, compat, linen, linen_models, models, nnx)
-        for name, value in inspect.getmembers(module)
-        if callable(value) and re.search(r"(?i)reverse\s+mode\s+only", value.__doc__ or "")
-    }
-    assert documented == REVERSE_MODE_OPERATORS.keys() | REVERSE_MODE_MODULES.keys()
 
 
 def test_nnx_and_linen_have_the_same_names_except_the_documented_ones():
