@@ -1,4 +1,4 @@
-"""Deformable convolution with PyTorch's signatures, against loops in float64."""
+"""Operators with PyTorch's signatures, against loops in float64 and results of torchvision."""
 
 import inspect
 
@@ -9,20 +9,14 @@ import pytest
 
 from effjax import compat
 from tests.ops.samplers.deform_conv import oracle
+from tests.ops.samplers.roi import oracle as roi_oracle
+from tests.tiers import vary
 
 RNG = np.random.default_rng(0)
-N, C, OUT, H, W, KH, KW, GROUPS, OFFSET_GROUPS = 2, 4, 6, 5, 6, 3, 2, 2, 2
-K = KH * KW
-GEOMETRY = STRIDE, PADDING, DILATION = (2, 1), (1, 0), (1, 2)
-HO, WO = 3, 4
 
 
 def normal(*shape):
     return RNG.normal(size=shape).astype(np.float32)
-
-
-X, WEIGHT, BIAS = normal(N, C, H, W), normal(OUT, C // GROUPS, KH, KW), normal(OUT)
-OFFSET, MASK = normal(N, OFFSET_GROUPS * K * 2, HO, WO), normal(N, OFFSET_GROUPS * K, HO, WO)
 
 
 def to_nhwc(a):
@@ -31,6 +25,16 @@ def to_nhwc(a):
 
 def to_nchw(a):
     return np.asarray(a).transpose(0, 3, 1, 2)
+
+
+# Deformable convolution
+
+N, C, OUT, H, W, KH, KW, GROUPS, OFFSET_GROUPS = 2, 4, 6, 5, 6, 3, 2, 2, 2
+K = KH * KW
+GEOMETRY = STRIDE, PADDING, DILATION = (2, 1), (1, 0), (1, 2)
+HO, WO = 3, 4
+X, WEIGHT, BIAS = normal(N, C, H, W), normal(OUT, C // GROUPS, KH, KW), normal(OUT)
+OFFSET, MASK = normal(N, OFFSET_GROUPS * K * 2, HO, WO), normal(N, OFFSET_GROUPS * K, HO, WO)
 
 
 def run_oracle(x, offset, weight, mask=None, bias=None, dy=None, offset_groups=OFFSET_GROUPS):
@@ -47,26 +51,23 @@ def run_oracle(x, offset, weight, mask=None, bias=None, dy=None, offset_groups=O
     return to_nchw(y), to_nchw(dx), to_nchw(doffset), dweight, to_nchw(dmask), dbias
 
 
+def assert_close(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_operators_in_pytorch_argument_order():
-    y = compat.modulated_deform_conv(
-        X, OFFSET, MASK, WEIGHT, BIAS, *GEOMETRY, GROUPS, OFFSET_GROUPS
-    )
-    want = run_oracle(X, OFFSET, WEIGHT, MASK, BIAS)
-    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
-    y = compat.deform_conv(X, OFFSET, WEIGHT, *GEOMETRY, GROUPS, OFFSET_GROUPS, 64)
-    np.testing.assert_allclose(y, run_oracle(X, OFFSET, WEIGHT), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="`offset` .* must have four axes"):
-        compat.deform_conv(X, OFFSET[0], WEIGHT)
+    groups = GROUPS, OFFSET_GROUPS
+    y = compat.modulated_deform_conv(X, OFFSET, MASK, WEIGHT, BIAS, *GEOMETRY, *groups)
+    assert_close(y, run_oracle(X, OFFSET, WEIGHT, MASK, BIAS))
+    y = compat.deform_conv(X, OFFSET, WEIGHT, *GEOMETRY, *groups, 64)
+    assert_close(y, run_oracle(X, OFFSET, WEIGHT))
 
 
 def test_signature_of_torchvision():
-    parameters = inspect.signature(compat.deform_conv2d).parameters
-    assert {name: p.default for name, p in parameters.items() if p.default is not p.empty} == dict(
-        bias=None, stride=(1, 1), padding=(0, 0), dilation=(1, 1), mask=None
-    )
-    assert list(parameters) == [
-        "input", "offset", "weight", "bias", "stride", "padding", "dilation", "mask"
-    ]  # fmt: skip
+    parameters = inspect.signature(compat.deform_conv2d).parameters.values()
+    names = "input", "offset", "weight", "bias", "stride", "padding", "dilation", "mask"
+    assert tuple(p.name for p in parameters) == names
+    assert [p.default for p in parameters][3:] == [None, (1, 1), (0, 0), (1, 1), None]
 
 
 def test_deform_conv2d_and_its_gradients():
@@ -82,17 +83,14 @@ def test_deform_conv2d_and_its_gradients():
 
     arguments = X, OFFSET, WEIGHT, MASK, BIAS
     for got, want in zip(run(*arguments), run_oracle(*arguments, dy), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+        assert_close(got, want)
     whole, one_group = normal(OUT, C, KH, KW), OFFSET[:, : 2 * K]
     y = compat.deform_conv2d(X, one_group, whole, None, *GEOMETRY)
-    want = run_oracle(X, one_group, whole, offset_groups=1)
-    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    assert_close(y, run_oracle(X, one_group, whole, offset_groups=1))
 
 
-def test_forward_mode_empty_batch_and_non_finite_offsets():
+def test_empty_batch_and_non_finite_offsets():
     run = lambda x, offset: compat.deform_conv2d(x, offset, WEIGHT, None, *GEOMETRY)  # noqa: E731
-    with pytest.raises(NotImplementedError, match=r"of effjax\.deform_conv2d\."):
-        jax.jvp(lambda x: run(x, OFFSET), (X,), (X,))
     bad = np.stack([np.full_like(OFFSET[0], v) for v in (np.nan, 1e30)])
 
     @jax.jit
@@ -118,7 +116,133 @@ def test_deform_groups_of_mmcv():
             run(*arrays, **groups, deform_groups=2, deformable_groups=4)
 
 
-def test_errors_name_the_transposed_arguments():
-    for bad in (OFFSET.transpose(0, 2, 3, 1), OFFSET[:, 1:]):
-        with pytest.raises(ValueError, match="`kernel` is `weight` in HWIO"):
+def test_errors_name_the_arguments():
+    for bad, match in (
+        (OFFSET.transpose(0, 2, 3, 1), "`kernel` is `weight` in HWIO"),
+        (OFFSET[:, 1:], "`kernel` is `weight` in HWIO"),
+        (OFFSET[0], "`offset` .* must have four axes"),
+    ):
+        with pytest.raises(ValueError, match=match):
             compat.deform_conv2d(X, bad, WEIGHT)
+    with pytest.raises(NotImplementedError, match=r"of effjax\.deform_conv2d\."):
+        jax.jvp(lambda x: compat.deform_conv2d(x, OFFSET, WEIGHT, None, *GEOMETRY), (X,), (X,))
+
+
+# Box pooling
+
+INPUT = normal(2, 4, 8, 9)
+ROIS = np.array([
+    [1, 2.5, 3, 11, 12], [0, 0, 0, 17, 15], [1, -4, -3, 6, 5], [0, 8, 9, 8.5, 9.25],
+    [1, 5, 5, 3, 9],
+], np.float32)  # fmt: skip
+
+
+def by_image(rois, **offset):
+    """Yield the oracle's arguments (x, boxes, offset) of each box."""
+    for i, (n, *box) in enumerate(rois):
+        more = {k: v[i][None, None] for k, v in offset.items()}
+        yield {"x": to_nhwc(INPUT)[int(n)][None], "boxes": np.array(box)[None, None]} | more
+
+
+@vary("aligned, ratio", [(False, 2), (True, -1)])
+def test_roi_align(aligned, ratio):
+    given = dict(spatial_scale=0.5, sampling_ratio=ratio, aligned=aligned)
+    got = compat.roi_align(INPUT, ROIS, (2, 3), **given)
+    options = given | dict(output_size=(2, 3), sampling_ratio=max(ratio, 0))
+    want = [roi_oracle.roi_align(**args, **options)[0, 0] for args in by_image(ROIS)]
+    np.testing.assert_allclose(to_nhwc(got), want, atol=1e-5)
+
+    listed = [ROIS[ROIS[:, 0] == n, 1:] for n in range(2)]
+    by_list = compat.roi_align(INPUT, listed, (2, 3), **given)
+    np.testing.assert_allclose(by_list, got[np.argsort(ROIS[:, 0], kind="stable")], atol=1e-6)
+
+
+def test_deform_roi_pool():
+    offset = normal(5, 2, 2, 3)
+    got = compat.deform_roi_pool(INPUT, ROIS, offset, (2, 3), 0.5, 2, 0.3)
+    options = dict(output_size=(2, 3), spatial_scale=0.5, sampling_ratio=2, gamma=0.3)
+    moved = by_image(ROIS, offset=to_nhwc(offset))
+    want = [roi_oracle.roi_align(**args, **options)[0, 0] for args in moved]
+    np.testing.assert_allclose(to_nhwc(got), want, atol=1e-5)
+    without = compat.deform_roi_pool(INPUT, ROIS, np.zeros(0, np.float32), 2, 0.5)
+    want = compat.roi_align(INPUT, ROIS, 2, 0.5, aligned=True)
+    np.testing.assert_array_equal(without, want)
+
+
+def test_deform_roi_pooling():
+    """PyTorch orders channels as (channel, row, column), effjax as blocks of channels."""
+    offset = normal(5, 2, 2, 2)
+    got = compat.deform_roi_pooling(INPUT, ROIS, offset, 0.5, 2, 1, False, 2, None, 3, 0.1)
+    options = dict(output_size=(2, 2), spatial_scale=0.5, group_size=2, sample_per_part=3)
+    moved = by_image(ROIS, offset=to_nhwc(offset))
+    want = [roi_oracle.deform_psroi_pool(**a, **options, trans_std=0.1)[0, 0] for a in moved]
+    np.testing.assert_allclose(to_nhwc(got), want, atol=1e-5)
+    plain = compat.deform_roi_pooling(INPUT, ROIS, offset, 0.5, 2, 4, True)
+    given = dict(output_size=(2, 2), spatial_scale=0.5)
+    want = [roi_oracle.deform_psroi_pool(**a, **given)[0, 0] for a in by_image(ROIS)]
+    np.testing.assert_allclose(to_nhwc(plain), want, atol=1e-5)
+
+
+# Results of torchvision 0.28 on a CPU in float64 by (aligned, sampling_ratio): the features of four
+# boxes, and the sum of the squares of the gradient of the image.
+RECORDED = {
+    (True, -1): ([
+        [0.037560037, 0.021190428, 0.048898179, -0.007929521],
+        [0.000499826, -0.059371021, 0.054807731, 0.119496801],
+        [0.0, 0.0, 0.0, 0.0],
+        [0.047032372, 0.053087794, 0.011745605, 0.035736287],
+    ], 1218.35261693),
+    (False, 2): ([
+        [-0.036716407, 0.057895435, -0.013292203, 0.065174361],
+        [0.086613016, 0.165464409, 0.16257196, 0.288957624],
+        [-0.429286347, -0.347819316, -0.420034528, -0.379924004],
+        [0.256208308, 0.402325446, -0.342406877, -0.429286347],
+    ], 2199.35489976),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("x64")
+@vary("aligned, ratio", RECORDED)
+def test_matches_torchvision(aligned, ratio):
+    """Boxes: inside, far outside, corners in the wrong order, and less than a pixel."""
+    rows, columns = np.mgrid[:6, :5]
+    image = np.sin(3.0 * rows + 5 * columns)[None, None]
+    boxes = np.array([
+        [0, 1, 1.5, 7.25, 9], [0, -3, -2, 4, 20], [0, 6, 5, 3, 2], [0, 5, 4, 5.5, 4.25],
+    ])  # fmt: skip
+    run = lambda x: compat.roi_align(x, boxes, 2, 0.5, ratio, aligned)  # noqa: E731
+
+    @jax.jit
+    def run_with_gradient(x, dy):
+        y, backward = jax.vjp(run, x)
+        return y, backward(dy)[0]
+
+    y, dx = run_with_gradient(image, jnp.arange(16.0).reshape(4, 1, 2, 2))
+    want, squares = RECORDED[aligned, ratio]
+    np.testing.assert_allclose(y.reshape(4, 4), want, atol=2e-9)
+    np.testing.assert_allclose(jnp.sum(dx**2), squares, rtol=1e-9)
+
+
+def test_sharded_images():
+    x = np.concatenate([INPUT] * 4)
+    rois = np.concatenate([ROIS + np.eye(5, dtype=np.float32)[0] * 2 * i for i in range(4)])
+    pool = jax.jit(lambda x, rois: compat.roi_align(x, rois, 2, 0.5, 2))
+    want = pool(x, rois)
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("data",), (kind,))
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        np.testing.assert_allclose(pool(sharded, rois), want, atol=1e-6)
+    # The second device has the images of the first one in reverse order: boxes count from its own.
+    images = np.concatenate([INPUT, INPUT[::-1]])
+    boxes = np.concatenate([ROIS, np.where(np.arange(5) == 0, 1 - ROIS, ROIS)])
+    kind = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), kind, devices=jax.devices()[:2])
+    mapped = jax.shard_map(pool, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+    halves = jax.jit(mapped)(images, boxes)
+    np.testing.assert_allclose(halves, np.tile(want[:5], (2, 1, 1, 1)), atol=1e-6)
+
+
+def test_pooling_of_an_empty_batch():
+    cases = (INPUT[:0], []), (INPUT[:0], ROIS[:0]), (INPUT, [ROIS[:0, 1:]] * 2)
+    results = jax.jit(lambda: [compat.roi_align(x, boxes, 2) for x, boxes in cases])()
+    assert [y.shape for y in results] == [(0, 4, 2, 2)] * 3

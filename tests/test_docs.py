@@ -24,7 +24,6 @@ from flax import nnx
 import effjax
 import effjax.nnx
 from benchmarks.__main__ import SUBJECTS
-from benchmarks.plots import PALETTE, TEXT, color_of
 from effjax.cli.app import app
 from tests.programs import why_not
 
@@ -187,15 +186,6 @@ def test_notebooks_use_public_names(notebook):
             names = {alias.name for alias in node.names}
             exported = {n for n in dir(module) if n[0] != "_"}
             assert names <= exported, module
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)
-def test_notebooks_have_the_palette_of_the_benchmarks(notebook):
-    """Check that a notebook, which imports no benchmark, repeats the colors of the methods."""
-    code = cells(notebook, "code")
-    assert "tab:" not in code and set(re.findall("#[0-9a-f]{6}", code)) <= set(PALETTE.values())
-    for name, color in re.findall(r'"([^"]+)": (?:dict\(color=)?"(#\w{6})"', code):
-        assert color_of(name) in (color, TEXT), name
 
 
 def test_before_and_after_compute_the_same():
