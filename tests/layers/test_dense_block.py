@@ -97,33 +97,22 @@ def expected(rate=0.0):
 
 @pytest.mark.usefixtures("x64")
 @vary(
-    ("flavor", "context"),
+    ("flavor", "run", "form", "rate"),
     [
-        ("nnx", "shard_map_of_grad"),
-        ("linen", "pmap"),
-        ("linen", "jit_explicit"),
-        ("nnx", "scan_of_checkpoint"),  # it runs forward twice and updates the statistics once
+        ("nnx", CONTEXTS["shard_map_of_grad"], "conv", 0.0),
+        ("linen", CONTEXTS["pmap"], "conv", 0.0),
+        ("linen", CONTEXTS["jit_explicit"], "conv", 0.0),
+        ("nnx", scan_of_checkpoint, "conv", 0.0),  # runs forward twice, updates statistics once
+        ("linen", single_device, "features", 0.3),
+        ("nnx", single_device, "conv", 0.3),
+        ("nnx", single_device, "plain", 0.3),
+        ("linen", single_device, "plain", 0.3),
     ],
 )
-def test_matches_definition(flavor, context):
+def test_matches_definition(flavor, run, form, rate):
     """Compare the output, all gradients and the running statistics, under a mask."""
-    run = scan_of_checkpoint if context == "scan_of_checkpoint" else CONTEXTS[context]
-    assert_trees_close(run(block(flavor), values()[0], batch()), expected(), 1e-12)
-
-
-@pytest.mark.usefixtures("x64")
-@vary(
-    ("flavor", "form"),
-    [
-        ("linen", "features"),
-        ("nnx", "conv"),
-        ("nnx", "plain"),
-        ("linen", "plain"),
-    ],
-)
-def test_forms_and_dropout(flavor, form):
-    op = block(flavor, rate=0.3, **FORMS[form])
-    assert_trees_close(single_device(op, values()[0], batch()), expected(0.3), 1e-12)
+    got = run(block(flavor, rate, **FORMS[form]), values()[0], batch())
+    assert_trees_close(got, expected(rate), 1e-12)
 
 
 @pytest.mark.usefixtures("x64")
@@ -171,24 +160,16 @@ def test_nnx_modes():
     """`train`, `eval` and the arguments of a call set the mode and dropout."""
     model = make_nnx(num_layers=1, drop_rate=0.5)
     assert model.out_features == 5
-    with pytest.raises(TypeError, match="`rngs` must be a single PRNG key"):
-        model(X)
     nnx.jit(lambda model: model(X, deterministic=True))(model)
     assert (model.layers[0].norm1.mean[...] != 0).all()
-    model.eval()
+    for options in {}, dict(use_running_average=False, deterministic=False):
+        with pytest.raises(TypeError, match="`rngs` must be a single PRNG key"):
+            model(X, **options)
+        model.eval()
     view = nnx.view(model, deterministic=False)
     assert model.deterministic and not view.deterministic
-
-    @nnx.jit
-    def run(model, view):
-        rngs = nnx.Rngs(dropout=0)
-        return model(X), view(X, rngs=rngs), view(X, rngs=nnx.Rngs(dropout=0).dropout())
-
-    y, dropped, by_key = run(model, view)
-    assert not np.array_equal(dropped, y)
-    np.testing.assert_array_equal(by_key, dropped)
-    with pytest.raises(TypeError, match="`rngs` must be a single PRNG key"):
-        model(X, use_running_average=False, deterministic=False)
+    run = nnx.jit(lambda model, view: (model(X), view(X, rngs=nnx.Rngs(dropout=0))))
+    assert not np.array_equal(*run(model, view))
 
 
 def test_linen_modes():

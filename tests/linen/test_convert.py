@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from effjax.linen import BatchNorm, convert_batch_norm
 from effjax.models.linen import DenseNet
 from tests.contexts import CONTEXTS, single_device
+from tests.tiers import vary
 
 X = np.random.default_rng(0).normal(3, 2, (16, 4)).astype(np.float32)
 KEY = jax.random.key(0)
@@ -28,26 +29,26 @@ class Block(nn.Module):
     norm: Any
 
     @nn.compact
-    def __call__(self, x):
-        return x + self.norm(momentum=0.7)(nn.Dense(4)(x))
+    def __call__(self, x, train):
+        norm = functools.partial(self.norm, use_running_average=not train)
+        return x + norm(momentum=0.7, name="norm")(nn.Dense(4)(x))
 
 
 class Model(nn.Module):
-    """Layers from setup, from a partial in a field, in a list, and in a submodule."""
+    """Layers from setup, in a list, and from a partial in a submodule as in Flax's examples."""
 
-    norm: Any = functools.partial(nn.BatchNorm, use_running_average=False)
+    norm: Any = nn.BatchNorm
 
     def setup(self):
         self.first = self.norm(use_scale=False)
         self.list = [self.norm(), nn.LayerNorm()]
         self.block = Block(self.norm)
-        self.own = BatchNormAct(use_running_average=False)
+        self.own = BatchNormAct()
 
-    def __call__(self, x):
-        x = self.first(x)
-        for layer in self.list:
-            x = layer(x)
-        return self.own(self.block(x))
+    def __call__(self, x, train=True):
+        second, other = self.list
+        x = other(second(self.first(x, not train), not train))
+        return self.own(self.block(x, train), not train)
 
 
 def run(model, variables, x=X):
@@ -63,7 +64,8 @@ def test_matches_unconverted_model():
     converted = convert_batch_norm(model)
     variables, same = jax.jit(lambda: (model.init(KEY, X), converted.init(KEY, X)))()
     close(same, variables)  # of the same structure
-    close(*jax.jit(lambda v: (run(converted, v), run(model, v)))(variables))
+    for call in run, functools.partial(nn.Module.apply, x=X, train=False):
+        close(*jax.jit(lambda v, call=call: (call(converted, v), call(model, v)))(variables))
 
 
 def collectives(mesh, model, variables, method=None):
@@ -83,7 +85,8 @@ def test_replaces_flax_layers_only(mesh8):
     assert collectives(mesh8, model, variables) == ["data"] * 3
 
 
-def test_statistics_and_gradients_over_devices():
+@vary("context", ["shard_map_of_grad", "pmap"])
+def test_statistics_and_gradients_over_devices(context):
     flat = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=False), nn.Dense(3)])
     variables = flat.init(KEY, X)
 
@@ -91,7 +94,7 @@ def test_statistics_and_gradients_over_devices():
         return lambda params, batch, axis: run(model, {**variables, "params": params}, batch["x"])
 
     args = variables["params"], {"x": X, "w": np.sin(np.arange(48.0, dtype="f4")).reshape(16, 3)}
-    got = CONTEXTS["shard_map_of_grad"](operator(convert_batch_norm(flat, "i")), *args)
+    got = CONTEXTS[context](operator(convert_batch_norm(flat, "i")), *args)
     close(got, single_device(operator(flat), *args))
 
 
