@@ -34,6 +34,7 @@ GUIDES = sorted(ROOT.glob("docs/guides/*.md"))
 PAGES = [README, *sorted(ROOT.glob("docs/*.md")), *GUIDES]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 MEASURED = ROOT / "docs" / "measured"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL_PACKAGES = {
     "equinox": r"\beqx\b",
     "grain": r"\bgrain\b",
@@ -136,8 +137,7 @@ def test_readme_is_short_and_has_two_commands():
 
 def test_pages_name_no_repository_and_distribution_that_do_not_exist():
     """Check for a link to a repository or a `pip install` that works for nobody."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    source = project.get("urls", {}).get("Source")  # set once it is public
+    source = PROJECT.get("urls", {}).get("Source")  # set once it is public
     for page in (*PAGES, ROOT / "CITATION.cff", ROOT / "docs/conf.py"):
         text = page.read_text().replace(source, "") if source else page.read_text()
         assert "github.com/effjax" not in text, page.name
@@ -161,12 +161,11 @@ def cells(notebook, kind):
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.name)
 def test_notebooks_install_and_have_outputs(notebook):
     """Check the cell that installs effjax from the clone, and the saved outputs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = json.loads(notebook.read_text())["cells"]
     first, install, *rest = ("".join(cell["source"]) for cell in found)
     (extras,) = re.findall(r'%pip install -q "\.\.\[(.*)\]"', install)
     assert f'pip install ".[{extras}]"' in first
-    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
     assert "find_spec" in install and not any("%pip" in text for text in rest)
     outputs = [output for cell in found for output in cell.get("outputs", ())]
     shown = sum(bool(cell.get("outputs")) for cell in found)
@@ -184,8 +183,7 @@ def test_notebooks_use_public_names(notebook):
             module = importlib.import_module(node.module or "")
             assert hasattr(module, "__path__") and f"`{module.__name__}" in pages, module
             names = {alias.name for alias in node.names}
-            exported = {n for n in dir(module) if n[0] != "_"}
-            assert names <= exported, module
+            assert names <= {n for n in dir(module) if n[0] != "_"}, module
 
 
 def test_before_and_after_compute_the_same():
@@ -234,14 +232,10 @@ def test_landing_page_shows_the_first_screen_of_readme():
     assert "**Status**" in text and "## Will it fit?" in text
 
 
-def test_names_in_pages_exist():
-    texts = "".join(page.read_text() for page in PAGES)
-    for name in set(re.findall(r"`(effjax(?:\.\w+)+)[`(]", texts)):
-        pkgutil.resolve_name(name)
-
-
-def test_named_modules_and_benchmarks_exist():
+def test_named_functions_modules_and_benchmarks_exist():
     text = "\n".join(page.read_text() for page in PAGES)
+    for name in set(re.findall(r"`(effjax(?:\.\w+)+)[`(]", text)):
+        pkgutil.resolve_name(name)
     for name in set(re.findall(r"-m ((?:effjax|benchmarks)[\w.]*\w)", text)):
         assert importlib.util.find_spec(name), name
     for arguments in re.findall(r"-m benchmarks ([^`\n]+)", text):

@@ -18,72 +18,66 @@ from tests.tiers import vary
 X = jax.random.normal(jax.random.key(0), (2, 6, 7, 4))
 OFFSET = jax.random.normal(jax.random.key(1), (2, 6, 7, 18))
 MASK = jax.random.uniform(jax.random.key(2), (2, 6, 7, 9))
-OPTIONS = dict(
+OPTIONS: dict[str, Any] = dict(
     strides=(2, 1), kernel_dilation=(1, 2), feature_group_count=2, offset_groups=2,
 )  # fmt: skip
-NAMES = {
-    "DeformConv": {},
-    "ModulatedDeformConv": dict(modulated=True),
-    "DeformConvPack": dict(predict_offset=True),
-    "ModulatedDeformConvPack": dict(modulated=True, predict_offset=True),
-}
+PACK = dict(predict_offset=True)  # DeformConvPack; with MODULATED ModulatedDeformConvPack
+MODULATED = dict(modulated=True)
 
 
-def nnx_layer(name, *args, kernel_size: Any = 3, **options):
-    options |= dict(**NAMES[name], rngs=nnx.Rngs(1))
-    return from_nnx(effjax.nnx.DeformConv(4, 6, kernel_size, **options))
+def nnx_layer(*args, kernel_size: Any = 3, **options):
+    return from_nnx(effjax.nnx.DeformConv(4, 6, kernel_size, **options, rngs=nnx.Rngs(1)))
 
 
-def linen_layer(name, *args, kernel_size: Any = 3, **options):
-    return from_linen(effjax.linen.DeformConv(6, kernel_size, **NAMES[name], **options), *args)
+def linen_layer(*args, kernel_size: Any = 3, **options):
+    return from_linen(effjax.linen.DeformConv(6, kernel_size, **options), *args)
 
 
 both = pytest.mark.parametrize("make", [nnx_layer, linen_layer])
 
 
 @vary(
-    ("make", "name", "padding"),
+    ("make", "modulated", "padding"),
     [
-        (linen_layer, "ModulatedDeformConvPack", ((1, 0), (2, 3))),
-        (nnx_layer, "DeformConvPack", "SAME"),
-        (linen_layer, "DeformConvPack", 2),
+        (linen_layer, True, ((1, 0), (2, 3))),
+        (nnx_layer, False, "SAME"),
+        (linen_layer, False, 2),
     ],
 )
-def test_starts_as_a_convolution(make, name, padding):
+def test_starts_as_a_convolution(make, modulated, padding):
     """Initial offsets are zero and masks one half."""
-    layer = make(name, X, kernel_size=(3, 2), **OPTIONS, padding=padding)
+    options = OPTIONS | dict(kernel_size=(3, 2))
+    layer = make(X, **options, **PACK, modulated=modulated, padding=padding)
     plain = nnx.Conv(
         4, 6, (3, 2), (2, 1), kernel_dilation=(1, 2), feature_group_count=2,
         padding=padding if padding != 2 else (2, 2), rngs=nnx.Rngs(1),
     )  # fmt: skip
     plain.kernel[...] = layer.params["kernel"]
-    weight = 0.5 if "Modulated" in name else 1.0
     got, want = jax.jit(lambda params: (layer.apply(params, X), plain(X)))(layer.params)
-    np.testing.assert_allclose(got, weight * want, rtol=1e-5, atol=1e-5)
+    want = 0.5 * want if modulated else want
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @both
 def test_given_offsets_and_masks(make):
-    layer = make("ModulatedDeformConv", X, OFFSET, MASK)
+    layer = make(X, OFFSET, MASK, **MODULATED)
     kernel, bias = layer.params["kernel"], layer.params["bias"]
     want = effjax.deform_conv2d(X, OFFSET, kernel, MASK, bias, padding="SAME")
     np.testing.assert_array_equal(layer.apply(layer.params, X, OFFSET, MASK), want)
-    first = make("DeformConv", X, OFFSET, use_bias=False)
+    first = make(X, OFFSET, use_bias=False)
     assert list(first.params) == ["kernel"]
     want = effjax.deform_conv2d(X, OFFSET, first.params["kernel"], padding="SAME")
     np.testing.assert_array_equal(first.apply(first.params, X, OFFSET), want)
-    assert "bias" in make("DeformConv", X, OFFSET).params
 
 
 @both
 def test_half_precision(make):
     """Only the output has `dtype`, neither parameters nor predicted offsets."""
-    options = OPTIONS | {"dtype": jnp.bfloat16}
-    layer = make("ModulatedDeformConvPack", X, kernel_size=(3, 2), **options)
+    options: Any = dict(**OPTIONS, **PACK, **MODULATED, dtype=jnp.bfloat16)
+    layer = make(X, **options)
     y: Any = jax.eval_shape(layer.apply, layer.params, X)
     assert y.dtype == jnp.bfloat16 and layer.params["kernel"].dtype == jnp.float32
-    options |= dict(modulated=True, predict_offset=True, rngs=nnx.Rngs(1))
-    model = effjax.nnx.DeformConv(4, 6, (3, 2), **options)
+    model = effjax.nnx.DeformConv(4, 6, 3, **options, rngs=nnx.Rngs(1))
     offset, mask = jax.eval_shape(model.offset_and_mask, X)
     assert offset.dtype == mask.dtype == jnp.float32
 
@@ -91,9 +85,9 @@ def test_half_precision(make):
 @both
 def test_rejects_offset_and_mask_that_do_not_fit_the_options(make):
     for layer, args, match in (
-        (make("DeformConv", X, OFFSET), (), "`offset` and no `mask`"),
-        (make("DeformConv", X, OFFSET), (OFFSET, MASK), "`offset` and no `mask`"),
-        (make("DeformConvPack", X), (OFFSET,), "neither `offset` nor `mask`"),
+        (make(X, OFFSET), (), "`offset` and no `mask`"),
+        (make(X, OFFSET), (OFFSET, MASK), "`offset` and no `mask`"),
+        (make(X, **PACK), (OFFSET,), "neither `offset` nor `mask`"),
     ):
         with pytest.raises(ValueError, match=match):
             layer.apply(layer.params, X, *args)
@@ -101,10 +95,8 @@ def test_rejects_offset_and_mask_that_do_not_fit_the_options(make):
 
 def test_linen_equals_nnx():
     """They have the same parameters, outputs and gradients, which are nonzero."""
-    layers = [
-        make("ModulatedDeformConvPack", X, kernel_size=(3, 2), **OPTIONS)
-        for make in (nnx_layer, linen_layer)
-    ]
+    options = dict(**OPTIONS, **PACK, **MODULATED, kernel_size=(3, 2))
+    layers = [make(X, **options) for make in (nnx_layer, linen_layer)]
     params = jax.tree.map(lambda p: np.asarray(p) + np.float32(0.1), layers[0].params)
     assert jax.tree.map(jnp.shape, layers[1].params) == jax.tree.map(jnp.shape, params)
     assert params["offset_conv"]["kernel"].shape == (3, 2, 4, 2 * 6 * 3)

@@ -251,8 +251,6 @@ def test_rejects_bad_arguments(flavor):
     for name, value in ("num_layers", 0), ("growth_rate", 0), ("drop_rate", 1.0), ("save", "all"):
         with pytest.raises(ValueError, match=f"`{name}`"):
             make(**{name: value})
-    with pytest.raises(TypeError, match="`eps`; it is `epsilon`"):
-        make(eps=1e-3)
 
 
 def test_rejects_bad_inputs():

@@ -282,7 +282,6 @@ class Scaled(nnx.Module):
         (ValueError, "to_host", lambda: nnx.jit(loss_of)(OffloadModel(mlp()), X)),
         (ValueError, "to_host", lambda: OffloadModel(stack())(X)),
         (ValueError, r"`layers` \(of length 0\)", lambda: OffloadModel([])(X)),
-        (TypeError, "`layers`", lambda: OffloadModel(None)),  # type: ignore
         (TypeError, "`rngs`", lambda: OffloadModel([Noise()])(X, rngs=3)),
         (ValueError, "A Counting changes calls", lambda: OffloadModel([Counting()])(X)),
         (ValueError, "same number of layers", lambda: OffloadModel(Scaled()).to_host()(X)),
