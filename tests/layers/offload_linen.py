@@ -42,11 +42,6 @@ def mlp():
     return [Block() for _ in range(2)]
 
 
-class Flatten(nn.Module):
-    def __call__(self, x):
-        return x.reshape(x.shape[0], -1)
-
-
 def cnn(norm=nn.BatchNorm, momentum: Any = 0.9):
     options: dict[str, Any] = dict(use_running_average=False, momentum=momentum)
     return [
@@ -54,7 +49,7 @@ def cnn(norm=nn.BatchNorm, momentum: Any = 0.9):
         norm(**options),
         nn.relu,
         nn.Sequential([nn.Conv(3, (3, 3), strides=2), norm(**options)]),
-        Flatten(),
+        lambda x: x.reshape(x.shape[0], -1),
         nn.Dropout(0.3, deterministic=False),
         nn.Dense(4),
     ]

@@ -219,10 +219,10 @@ def test_sharded_batches(mesh8):
 
 
 def test_offload_jit_without_updates():
-    model = offloaded(Wrapped)
-    got = offload_jit(lambda model, x: model(x), donate=False)(model, X)
-    close(got, nnx.jit(lambda model, x: model(x))(Wrapped(plain), X), 1e-5)
-    close(offload_jit(lambda model, x: model(x))(model, x=X), got)
+    model, run = offloaded(Wrapped), lambda model, x: model(x)
+    got = offload_jit(run, donate=False)(model, X)
+    close(got, nnx.jit(run)(Wrapped(plain), X), 1e-5)
+    close(offload_jit(run)(model, x=X), got)
 
 
 def test_a_restored_run_continues_without_another_compilation():
