@@ -59,9 +59,9 @@ class Wrapped(nnx.Module):
 
     def __init__(self, wrap):
         rngs = nnx.Rngs(0)
-        self.before = nnx.Param(rngs.normal((6, 20)))
-        self.body = wrap([nnx.Linear(20, 6, rngs=rngs), nnx.relu, nnx.Linear(6, 20, rngs=rngs)])
-        self.after = nnx.Param(rngs.normal((20, 6)))
+        self.before = nnx.Param(rngs.normal((6, 40)))
+        self.body = wrap([nnx.Linear(40, 3, rngs=rngs), nnx.relu, nnx.Linear(3, 40, rngs=rngs)])
+        self.after = nnx.Param(rngs.normal((40, 6)))
 
     def __call__(self, x):
         before, after = (effjax.to_device(w.get_value()) for w in (self.before, self.after))
@@ -163,6 +163,7 @@ def test_huge_arrays_on_the_host_are_updated_by_rows(clip, monkeypatch):
     model = offloaded(Wrapped)
     for variable in model.before, model.after:
         variable.set_value(effjax.to_host(variable.get_value()))
+        assert row_update.has_huge_array(variable.get_value())
     check_training(Wrapped, MOMENTUM, clip, model)
 
 
