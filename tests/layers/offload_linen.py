@@ -71,16 +71,14 @@ def on_host(variables):
     return {**variables, "params": effjax.to_host(variables["params"])}
 
 
-def train(module, variables, x, **kwargs):
+def train(module, variables, x, key=KEY):
     """Return the output, gradients of the parameters and of x, and new running statistics."""
 
     @functools.partial(jax.jit, compiler_options=FAST)
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def run(params, x):
-        y, new = module.apply(
-            {**variables, "params": params}, x, rngs={"dropout": KEY}, mutable=["batch_stats"],
-            **kwargs,
-        )  # fmt: skip
+        variables_now, rngs = {**variables, "params": params}, {"dropout": key}
+        y, new = module.apply(variables_now, x, rngs=rngs, mutable=["batch_stats"])
         return jnp.sin(y.astype(jnp.float32)).sum(), (y, new)
 
     (_, (y, new)), (grads, dx) = run(variables["params"], x)
@@ -139,26 +137,6 @@ def stats(results, layer):
     return results[3]["batch_stats"][f"layers_{layer}"]
 
 
-def first_layer(make):
-    """Return the output of the first layer for the images."""
-    params = variables_of(make)["params"]["layers_0"]
-    return nn.Conv(5, (3, 3)).apply({"params": params}, IMAGES)
-
-
-def microbatched(num_microbatches):
-    """Return (y, grads, dx) of `mlp`; microbatch m has the key fold_in(key, m)."""
-
-    @functools.partial(jax.jit, compiler_options=FAST)
-    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-    def reference(params, x):
-        parts = [
-            nn.Sequential(mlp()).apply(
-                {"params": params}, part, rngs={"dropout": jax.random.fold_in(KEY, m)}
-            )
-            for m, part in enumerate(jnp.split(x, num_microbatches))
-        ]
-        y: Any = jnp.concatenate(parts)  # type: ignore[arg-type]
-        return jnp.sin(y).sum(), y
-
-    (_, y), (grads, dx) = reference(variables_of(mlp)["params"], X)
-    return y, grads, dx
+def run_microbatch(make, x, m):
+    """Return the results of the layers in device memory for microbatch m, of fold_in(key, m)."""
+    return train(*plain(make), x, jax.random.fold_in(KEY, m))

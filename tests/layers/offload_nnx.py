@@ -179,25 +179,8 @@ def stats(results, layer):
     return results[3]["layers"][layer]
 
 
-def first_layer(make):
-    """Return the output of the first layer for the images."""
-    return make()[0](IMAGES)
-
-
-def microbatched(num_microbatches):
-    """Return (y, grads, dx) of `mlp`; in microbatch m, streams have the keys fold_in(key, m)."""
-
-    @functools.partial(jax.jit, compiler_options=FAST)
-    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-    def reference(params, x):
-        graphdef, _, *others = nnx.split(plain(mlp), nnx.Param, nnx.RngKey, ...)
-        keys, rest = map(nnx.to_pure_dict, others)
-        parts = []
-        for m, part in enumerate(jnp.split(x, num_microbatches)):
-            fold = functools.partial(jax.random.fold_in, data=m)
-            parts.append(nnx.merge(graphdef, params, jax.tree.map(fold, keys), rest)(part))
-        y = jnp.concatenate(parts)
-        return jnp.sin(y).sum(), y
-
-    (_, y), (grads, dx) = reference(nnx.state(plain(mlp), nnx.Param), X)
-    return y, nnx.to_pure_dict(grads), dx
+def run_microbatch(make, x, m):
+    """Return the results in device memory for microbatch m; streams have keys fold_in(key, m)."""
+    model, fold = plain(make), functools.partial(jax.random.fold_in, data=m)
+    nnx.update(model, jax.tree.map(fold, nnx.state(model, nnx.RngKey)))
+    return run(model, x)

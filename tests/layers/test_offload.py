@@ -7,7 +7,7 @@ import pytest
 
 from tests.layers import offload_linen, offload_nnx
 from tests.layers.offload_linen import IMAGES, X, assert_same
-from tests.ops.offload.stacks import kinds
+from tests.ops.offload.stacks import assert_close, kinds
 from tests.tiers import vary
 
 FLAVOURS = {"linen": offload_linen, "nnx": offload_nnx}
@@ -56,30 +56,27 @@ def test_cnn_with_batch_norm_matches_unwrapped(flavour, norm):
     flavour.check_trained(model, results)
 
 
-@nnx_first
-def test_microbatches_have_their_own_dropout_keys(flavour):
-    model = flavour.offloaded(flavour.mlp, num_slices=2, num_microbatches=2)
-    got = flavour.run(model, X)
-    assert_same(got[:3], flavour.microbatched(2))
-    flavour.check_trained(model, got)  # each stream advances once
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("flavour", "norm"), [("linen", "effjax_norm"), ("nnx", "cnn")], indirect=["flavour"]
+@vary(
+    ("flavour", "name"),
+    [("nnx", "mlp"), ("linen", "mlp"), ("nnx", "cnn"), ("linen", "effjax_norm")],
+    indirect=["flavour"],
 )
-def test_running_statistics_average_microbatches(flavour, norm):
-    make = getattr(flavour, norm)
-    results = flavour.run(flavour.offloaded(make, num_microbatches=4), IMAGES)
-    stats = flavour.stats(results, 1)
-    maps = np.asarray(flavour.first_layer(make)).reshape(4, -1, 5)
-    mean, var = maps.mean((0, 1)), maps.var(1).mean(0)
-    if norm == "cnn":
-        mean, var = 0.1 * mean, 0.9 + 0.1 * var
+def test_microbatches(flavour, name):
+    """They have their own dropout keys, and running statistics are the mean of theirs."""
+    make, x = getattr(flavour, name), X if name == "mlp" else IMAGES
+    model = flavour.offloaded(make, num_slices=2, num_microbatches=2)
+    results = flavour.run(model, x)
+    flavour.check_trained(model, results)  # each stream advances once
+    parts = [flavour.run_microbatch(make, part, m) for m, part in enumerate(np.split(x, 2))]
+    y, grads, dx, _ = zip(*parts, strict=True)
+    want = np.concatenate(y), jax.tree.map(jnp.add, *grads), np.concatenate(dx)
+    if name == "mlp":
+        assert_same(results[:3], want)
     else:
-        np.testing.assert_array_equal(stats["num_batches"], 1)
-    np.testing.assert_allclose(stats["mean"], mean, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(stats["var"], var, rtol=1e-4, atol=1e-6)
+        assert_close(results[:3], want, rtol=1e-4, atol=1e-5)
+        got, *stats = (flavour.stats(r, 1) for r in (results, *parts))
+        mean = jax.tree.map(lambda *a: sum(a) / len(a), *stats)
+        assert_close(got, mean, rtol=1e-4, atol=1e-6)
 
 
 @nnx_first
