@@ -26,26 +26,15 @@ class Block(nnx.Module):
 
 
 class Normed(nnx.Module):
-    """A layer of a stack with dropout and batch norm."""
+    """A layer with batch norm and dropout, by its own stream and by the argument `key`."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(6, 6, rngs=rngs)
         self.norm = nnx.BatchNorm(6, momentum=0.9, rngs=rngs)
         self.dropout = nnx.Dropout(0.3, rngs=rngs)
 
-    def __call__(self, x):
-        return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
-
-
-class Keyed(nnx.Module):
-    """A layer with dropout by the argument `key`."""
-
-    def __init__(self, rngs):
-        self.up = nnx.Linear(8, 12, rngs=rngs)
-        self.down = nnx.Linear(12, 8, rngs=rngs)
-
     def __call__(self, x, key=None):
-        y = self.down(nnx.gelu(self.up(x)))
+        y = self.dropout(nnx.relu(self.norm(self.linear(x))))
         return x + (y if key is None else jnp.where(jax.random.bernoulli(key, 0.8, y.shape), y, 0))
 
 
@@ -92,16 +81,10 @@ def normed():
     return nnx.List([Normed(nnx.Rngs(i)) for i in range(4)])
 
 
-@cached_modules
-def stack():
-    """Return four layers with stacked parameters and dropout by key."""
-
-    @nnx.split_rngs(splits=4)
-    @nnx.vmap
-    def make(rngs):
-        return Keyed(rngs)
-
-    return make(nnx.Rngs(0))
+def stacked(layers):
+    """Return equal layers as one with stacked Variables."""
+    states = [nnx.state(layer) for layer in layers]
+    return nnx.merge(nnx.graphdef(layers[0]), jax.tree.map(lambda *a: jnp.stack(a), *states))
 
 
 def loss_of(model, x):

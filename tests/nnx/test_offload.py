@@ -1,6 +1,5 @@
 """OffloadModel features specific to nnx; tests/layers has the shared ones."""
 
-import functools
 from typing import Any
 
 import chex
@@ -12,7 +11,7 @@ from flax import nnx
 
 import effjax
 from effjax.nnx import OffloadModel
-from tests.layers.offload_linen import FAST, IMAGES, KEY, X, assert_same
+from tests.layers.offload_linen import IMAGES, KEY, X, assert_same
 from tests.layers.offload_nnx import (
     cnn,
     compiled,
@@ -20,11 +19,11 @@ from tests.layers.offload_nnx import (
     mlp,
     normed,
     others_of,
-    stack,
+    stacked,
     train,
     unwrapped,
 )
-from tests.ops.offload.stacks import POLICIES, kinds
+from tests.ops.offload.stacks import POLICIES, assert_close, kinds
 from tests.tiers import vary
 
 
@@ -69,64 +68,31 @@ def test_checkpoints_are_interchangeable():
     assert_same(*params)
 
 
-@vary(("num_microbatches", "policy"), [(1, "recomputed"), (2, "everything")])
-def test_stack_matches_loop(num_microbatches, policy):
-    """The keys of the layers are fold_in(fold_in(key, layer), microbatch)."""
-    layers, x = stack(), jax.random.normal(KEY, (4, 5, 8))
-    graphdef, params = nnx.graphdef(layers), nnx.to_pure_dict(nnx.state(layers, nnx.Param))
-
-    @functools.partial(jax.jit, compiler_options=FAST)
-    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-    def reference(params, x):
-        def one(x, m):
-            def body(x, at):
-                w, i = at
-                key = jax.random.fold_in(jax.random.fold_in(KEY, i), m)
-                return nnx.merge(graphdef, w)(x, key), None
-
-            return jax.lax.scan(body, x, (params, jnp.arange(4)))[0]
-
-        parts = jnp.split(x, num_microbatches)
-        y = jnp.concatenate([one(part, m) for m, part in enumerate(parts)])
-        return jnp.sin(y).sum(), y
-
-    (_, want), want_grads = reference(params, x)
-    options: dict[str, Any] = dict(num_microbatches=num_microbatches, num_slices=2)
-    model = OffloadModel(layers, **options, policy=POLICIES[policy]).to_host()
+@vary(("num_microbatches", "policy"), [(2, "everything"), (1, "recomputed")])
+def test_stack_matches_list_of_layers(num_microbatches, policy):
+    """Each layer has its own parameters, batch statistics, dropout stream and key."""
 
     def loss(model, x):
         y = model(x, rngs=KEY)
         return jnp.sin(y).sum(), y
 
-    y, grads, dx, _ = compiled(loss)(model, x)
-    grads = grads["layers"]
-    assert_same((y, grads, dx), (want, *want_grads))
+    def run(layers, **options):
+        options |= dict(num_microbatches=num_microbatches, policy=POLICIES[policy])
+        return compiled(loss)(OffloadModel(layers, **options).to_host(), X)
+
+    y, grads, dx, others = run(stacked(normed()), num_slices=2)
+    want = run(normed())
     assert kinds(grads) == {"pinned_host"}
-
-
-def stacked(layers):
-    states = [nnx.state(layer) for layer in layers]
-    return nnx.merge(nnx.graphdef(layers[0]), jax.tree.map(lambda *a: jnp.stack(a), *states))
-
-
-@pytest.mark.exhaustive
-def test_stack_matches_list_of_layers():
-    """Each layer has its own parameters, batch statistics and dropout stream."""
-    layers = normed()
-    model = OffloadModel(stacked(layers), num_microbatches=2, num_slices=2).to_host()
-    y, grads, dx, others = train(model, X)
-    want = train(OffloadModel(layers, num_microbatches=2).to_host(), X)
-    np.testing.assert_allclose(y, want[0], atol=1e-6)
+    assert_same(y, want[0])
     np.testing.assert_allclose(dx, want[2], atol=1e-5)
 
     def at(tree, i):
         return jax.tree.map(lambda a: effjax.to_device(a)[i], tree["layers"])
 
     for i in range(4):
-        got, expected = at(grads, i), effjax.to_device(want[1]["layers"][i])
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, expected)
+        assert_close(at(grads, i), effjax.to_device(want[1]["layers"][i]), 1e-7, atol=1e-5)
         got, expected = at(others, i), want[3]["layers"][i]
-        np.testing.assert_allclose(got["norm"]["var"], expected["norm"]["var"], rtol=1e-5)
+        assert_close(got["norm"], expected["norm"], 1e-5)
         assert_same(got["dropout"], expected["dropout"])
         assert int(got["dropout"]["rngs"]["count"]) == 1
     assert np.all(np.any(np.asarray(others["layers"]["norm"]["mean"]) != 0, axis=-1))
@@ -243,8 +209,8 @@ def test_tabulate():
     for at in (model, nnx.clone(model).to_host()):
         table = nnx.tabulate(at, X, **options)
         assert "layers/0" in table and "layers/2" in table and "Total Parameters: 66" in table
-    of_stack = OffloadModel(stack()).to_host()
-    assert "layers/up" in nnx.tabulate(of_stack, jnp.ones((2, 4, 8)), **options)
+    of_stack = OffloadModel(stacked(normed())).to_host()
+    assert "layers/linear" in nnx.tabulate(of_stack, X, **options)
     with pytest.raises(ValueError, match="to_host"):  # as before nnx.tabulate
         model(X)
 
@@ -272,7 +238,7 @@ class Scaled(nnx.Module):
     [
         (ValueError, r"layers\[0\].*Call its to_host\(\)", lambda: OffloadModel(mlp())(X)),
         (ValueError, "to_host", lambda: nnx.jit(loss_of)(OffloadModel(mlp()), X)),
-        (ValueError, "to_host", lambda: OffloadModel(stack())(X)),
+        (ValueError, "to_host", lambda: OffloadModel(stacked(normed()))(X)),
         (ValueError, r"`layers` \(of length 0\)", lambda: OffloadModel([])(X)),
         (TypeError, "`rngs`", lambda: OffloadModel([Noise()])(X, rngs=3)),
         (ValueError, "A Counting changes calls", lambda: OffloadModel([Counting()])(X)),
