@@ -28,6 +28,7 @@ LEVELS = [X, X[:, ::2, ::2]]
 TAPS, MASK, KERNEL = jnp.zeros((2, 6, 6, 18)), jnp.ones((2, 6, 6, 9)), jnp.ones((3, 3, 4, 4))
 NCHW, TAPS_NCHW, OIHW = X.transpose(0, 3, 1, 2), TAPS.transpose(0, 3, 1, 2), jnp.ones((4, 8, 3, 3))
 BOXES, ROIS = jnp.array([[[0, 0, 3, 3.0]]] * 2), jnp.ones((3, 5))
+BIN_OFFSETS = jnp.ones((2, 1, 2, 2, 2))
 SCALE = jnp.ones(8)
 DENSE_LAYER = effjax.DenseLayerParams(
     SCALE, SCALE, jnp.ones((1, 1, 8, 8)), SCALE, SCALE, jnp.ones((3, 3, 8, 4))
@@ -48,64 +49,43 @@ def add(w, x, key):
 
 # Array arguments and options of operators.
 OPERATORS: dict[str, tuple[tuple, dict[str, Any]]] = {
-    "sync_batch_norm": (
-        (X, SCALE, SCALE),
-        dict(
-            epsilon=0.5,
-            feature_axis=3,
-            mask=jnp.arange(2).reshape(2, 1, 1, 1) < 1,
-            residual=X,
-            activation="relu",
-        ),
-    ),
+    "sync_batch_norm": ((X, SCALE, SCALE), dict(
+        epsilon=0.5, feature_axis=3, mask=jnp.ones((2, 1, 1, 1), bool), residual=X,
+        activation="relu",
+    )),
     "batch_norm_inference": ((X, *[SCALE] * 4), dict(epsilon=0.5, feature_axis=(3,))),
     "bn_relu_conv": ((X, SCALE, SCALE, KERNEL), dict(**CONV, epsilon=0.5)),
     "dense_block": (
-        (X, [DENSE_LAYER]),
-        dict(epsilon=0.5, num_chunks=2, dropout_rate=0.5, key=KEY),
+        (X, [DENSE_LAYER]), dict(epsilon=0.5, num_chunks=2, dropout_rate=0.5, key=KEY)
     ),
-    "linear_cross_entropy": (
-        (X, jnp.ones((8, 9)), jnp.zeros((2, 6, 6), jnp.uint8)),
-        dict(
-            bias=jnp.ones(9),
-            where=jnp.ones((2, 1, 1), bool),
-            chunk_size=4,
-            z_loss=0.5,
-            label_smoothing=0.5,
-        ),
-    ),
-    "dot_product_attention": (
-        (X, X, X),
-        dict(
-            segment_ids=jnp.zeros((2, 6), jnp.uint8), window=3, scale=0.5, softcap=2.0, block_size=4
-        ),
-    ),
-    "deform_conv2d": (
-        (X, TAPS, KERNEL, MASK, jnp.ones(4)),
-        dict(**CONV, offset_groups=1, deterministic=True, workspace_bytes=2**20),
-    ),
+    "linear_cross_entropy": ((X, jnp.ones((8, 9)), jnp.zeros((2, 6, 6), jnp.uint8)), dict(
+        bias=jnp.ones(9), where=jnp.ones((2, 1, 1), bool), chunk_size=4, z_loss=0.5,
+        label_smoothing=0.5,
+    )),
+    "dot_product_attention": ((X, X, X), dict(
+        segment_ids=jnp.zeros((2, 6), jnp.uint8), window=2, scale=0.5, softcap=2.0, block_size=2
+    )),
+    "deform_conv2d": ((X, TAPS, KERNEL, MASK, jnp.ones(4)), dict(
+        **CONV, offset_groups=1, deterministic=True, workspace_bytes=999
+    )),
     "ms_deform_attn": (
-        (jnp.ones((1, 6, 2, 4)), [(np.int64(2), 3)], LOCATIONS, WEIGHTS),
-        dict(workspace_bytes=999),
+        (jnp.ones((1, 6, 2, 4)), [(np.int64(2), 3)], LOCATIONS, WEIGHTS), dict(workspace_bytes=999)
     ),
-    "dcn_aggregate": (
-        (X, TAPS, MASK),
-        dict(kernel_size=3, padding=1, offset_scale=0.5, remove_center=False, offset_groups=1),
-    ),
+    "dcn_aggregate": ((X, TAPS, MASK), dict(
+        kernel_size=3, padding=1, offset_scale=0.5, remove_center=False, offset_groups=1,
+        workspace_bytes=999,
+    )),
     "roi_align": ((X, BOXES), dict(**POOL | dict(sampling_ratio=0), aligned=True)),
-    "multiscale_roi_align": (
-        (LEVELS, BOXES),
-        dict(output_size=(2, 2), spatial_scales=(1.0, 0.5), canonical_scale=4.0, canonical_level=0),
-    ),
-    "deform_roi_pool": ((X, BOXES, jnp.ones((2, 1, 2, 2, 2))), dict(**POOL, gamma=0.5)),
-    "deform_psroi_pool": (
-        (X, BOXES, jnp.ones((2, 1, 2, 2, 2))),
-        dict(output_size=2, group_size=2, part_size=2, sample_per_part=2, trans_std=0.5),
-    ),
+    "multiscale_roi_align": ((LEVELS, BOXES), dict(
+        output_size=(2, 2), spatial_scales=(1.0, 0.5), canonical_scale=4.0, canonical_level=0
+    )),
+    "deform_roi_pool": ((X, BOXES, BIN_OFFSETS), dict(**POOL, gamma=0.5)),
+    "deform_psroi_pool": ((X, BOXES, BIN_OFFSETS), dict(
+        output_size=2, group_size=2, part_size=2, sample_per_part=2, trans_std=0.5
+    )),
     "offload_scan": ((add, STACK, ROWS), dict(**STREAM, has_aux=False, params_in="device")),
     "offload_sequential": (
-        ([add] * 4, [{"w": w} for w in ROWS], ROWS),
-        dict(**OFFLOAD, params_in="device"),
+        ([add] * 4, [{"w": w} for w in ROWS], ROWS), dict(**OFFLOAD, params_in="device")
     ),
     "to_host": ((X,), {}),
     "compat.deform_conv2d": ((NCHW, TAPS_NCHW, OIHW), TORCH_CONV),
@@ -117,10 +97,9 @@ OPERATORS: dict[str, tuple[tuple, dict[str, Any]]] = {
     "compat.roi_align": ((NCHW, list(BOXES)), POOL),
     "compat.deform_roi_pool": ((NCHW, ROIS, None), dict(**POOL, gamma=0.5)),
     "compat.deform_roi_pooling": (
-        (NCHW, ROIS, None),
-        dict(spatial_scale=0.5, out_size=2, out_channels=8, no_trans=True),
+        (NCHW, ROIS, None), dict(spatial_scale=0.5, out_size=2, out_channels=8, no_trans=True)
     ),
-}
+}  # fmt: skip
 NAMED_AXES = ["sync_batch_norm", "bn_relu_conv", "dense_block"]
 SAMPLERS = [
     "deform_conv2d", "ms_deform_attn", "dcn_aggregate", "roi_align", "multiscale_roi_align",
