@@ -17,7 +17,7 @@ from tests.contexts import assert_trees_close
 from tests.tiers import vary
 
 SHAPES = (4, 5), (2, 3)
-SIZES = dict(features=12, num_levels=2, num_heads=3, num_points=2)
+SIZES: Any = dict(features=12, num_levels=2, num_heads=3, num_points=2)
 
 
 def inputs(boxes=False):
@@ -73,7 +73,7 @@ def test_attention(boxes):
 
 def test_attention_initialization():
     """Weights are equal; point p of a head lies p + 1 pixels away in the direction of the head."""
-    sizes = dict(features=8, num_levels=2, num_heads=4, num_points=3)
+    sizes: Any = dict(features=8, num_levels=2, num_heads=4, num_points=3)
     module = effjax.nnx.MSDeformAttn(**sizes, rngs=nnx.Rngs(0))
     way = np.array([(1, 0), (0, 1), (-1, 0), (0, -1)])
     want = way[:, None, None] * np.arange(1, 4)[:, None] + np.zeros((4, 2, 3, 2))
@@ -117,7 +117,7 @@ def test_empty_batch_and_no_queries():
 
 
 def test_dcnv3():
-    options = dict(
+    options: Any = dict(
         dw_kernel_size=5, kernel_dilation=2, offset_groups=2, offset_scale=1.5,
         center_feature_scale=True, remove_center=True,
     )  # fmt: skip

@@ -18,9 +18,6 @@ def flavour(request):
     return FLAVOURS[request.param]
 
 
-nnx_first = vary("flavour", ["nnx", "linen"], indirect=True)
-
-
 @vary(
     ("flavour", "options"),
     [
@@ -79,7 +76,7 @@ def test_microbatches(flavour, name):
         assert_close(got, mean, rtol=1e-4, atol=1e-6)
 
 
-@nnx_first
+@vary("flavour", ["nnx", "linen"], indirect=True)
 def test_compute_dtype(flavour):
     x = jnp.asarray(X, jnp.bfloat16)
     model = flavour.offloaded(flavour.mlp, compute_dtype=jnp.bfloat16)

@@ -1,6 +1,7 @@
 """OffloadOptimizer and OffloadTrainState compared with Flax's optimizers in memory."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -269,6 +270,7 @@ def test_the_loss_reaches_the_optimizer_of_nnx():
 def test_rejects_invalid_arguments():
     model = offloaded(Wrapped)
     mixing = optax.chain(optax.clip_by_global_norm(0.1), ADAM)
+    valid: Any = dict(model=model, tx=ADAM)
     for match, options in (
         (r"`clip_norm` \(=0\)", dict(clip_norm=0)),
         ("`clip_by` .* needs `clip_norm`", dict(clip_by="layer")),
@@ -277,7 +279,7 @@ def test_rejects_invalid_arguments():
         ("`wrt`", dict(wrt="no such")),
     ):
         with pytest.raises(ValueError, match=match):
-            OffloadOptimizer(**dict(model=model, tx=ADAM) | options)
+            OffloadOptimizer(**valid | options)
     optimizer, grads = OffloadOptimizer(model, ADAM), nnx.state(model, nnx.Param)
     for error, match, *args in (
         (ValueError, "`grads`", model, nnx.state(model, nnx.PathContains("bias"))),
@@ -376,7 +378,7 @@ def test_train_state_updates_stack_layer_by_layer(tx, clip):
 
 def test_train_state_rejects_invalid_arguments():
     params = {"body": {"layers": {"kernel": jnp.ones((3, 6, 6))}}}
-    valid = dict(apply_fn=None, params=effjax.to_host(params), tx=ADAM)
+    valid: Any = dict(apply_fn=None, params=effjax.to_host(params), tx=ADAM)
     for error, match, options in (
         (ValueError, "`stacks` .* params have no 'layers'", dict(stacks=["layers"])),
         (TypeError, "`stacks` must be a sequence", dict(stacks="layers")),
