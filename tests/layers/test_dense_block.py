@@ -57,21 +57,21 @@ def values():
     return [draw(names) for names in FLAVORS["nnx"](**OPTIONS).names(batch()["x"])]
 
 
-def block(flavor, rate=0.0, **options):
+def block(flavor, rate, **options):
     """Return the block as an operator of its parameters, with its new statistics."""
 
     def op(params, batch, axis_name):
         model = FLAVORS[flavor](**OPTIONS | options, drop_rate=rate, axis_name=axis_name)
         model.names(batch["x"])
-        key = {"nnx": "rngs", "linen": "rng"}[flavor]
-        dropout = {key: KEY} if rate else {}
+        dropout = {"rngs" if flavor == "nnx" else "rng": KEY} if rate else {}
         return model(params, values()[1], batch["x"], mask=batch["mask"], **dropout)
 
     return op
 
 
-def oracle(rate=0.0):
-    """Return the definition: every statistic is updated once, by the batch's."""
+@functools.cache
+def expected(rate):
+    """Return the results of the definition: every statistic is updated once, by the batch's."""
 
     def op(params, batch, axis_name):
         layers = [DenseLayerParams(*(params[f"layers.{i}.{n}"] for n in LAYER)) for i in (0, 1)]
@@ -81,18 +81,12 @@ def oracle(rate=0.0):
         new = {}
         for i, pair in enumerate(statistics):
             for norm, (mean, var, count) in zip(("norm1", "norm2"), pair, strict=True):
-                unbiased = var * count / (count - 1)
-                for name, value in (("mean", mean), ("var", unbiased)):
+                for name, value in (("mean", mean), ("var", var * count / (count - 1))):
                     path = f"layers.{i}.{norm}.{name}"
                     new[path] = 0.7 * values()[1][path] + 0.3 * value
         return y, new
 
-    return op
-
-
-@functools.cache
-def expected(rate=0.0):
-    return single_device(oracle(rate), values()[0], batch())
+    return single_device(op, values()[0], batch())
 
 
 @pytest.mark.usefixtures("x64")

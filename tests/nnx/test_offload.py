@@ -195,7 +195,8 @@ def test_functional_api_over_mesh(mesh8):
     got = grad(params, rest, x)
     assert kinds(got) == {"pinned_host"}
     want = nnx.jit(nnx.grad(lambda m: jnp.sin(m(X[:8])).sum()))(plain)
-    chex.assert_trees_all_close(*map(jax.tree.leaves, (got, want)), rtol=1e-7, atol=1e-5)
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    chex.assert_trees_all_close(got, want, rtol=1e-7, atol=1e-5)
     nnx.update(model, effjax.to_device(params))
     model.to_host()  # stays on all devices
     assert {a.sharding for a in jax.tree.leaves(nnx.state(model, nnx.Param))} == {sharding}
