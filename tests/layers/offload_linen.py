@@ -94,6 +94,14 @@ def assert_same(got, want):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def joined(microbatches):
+    """Join the results of microbatches: (output, gradients, dx), and the mean of the others."""
+    y, grads, dx, others = zip(*microbatches, strict=True)
+    total = jax.tree.map(lambda *a: functools.reduce(jnp.add, a), *grads)
+    mean = jax.tree.map(lambda *a: sum(a) / len(a), *others)
+    return (np.concatenate(y), total, np.concatenate(dx)), mean
+
+
 # The interface of the shared tests; offload_nnx has the same functions.
 
 
