@@ -1,4 +1,4 @@
-"""Calls of every public operator and module: NumPy scalars, strict promotion, and forward mode."""
+"""Calls of every operator and module: NumPy scalars, strict promotion, forward mode, NCHW."""
 
 import inspect
 import operator
@@ -301,3 +301,19 @@ def test_docstrings_mention_reverse_mode_only():
         if callable(value) and re.search(r"(?i)reverse\s+mode\s+only", value.__doc__ or "")
     }  # fmt: skip
     assert documented == {*REVERSE_MODE_OPERATORS, *REVERSE_MODE_MODULES}
+
+
+@pytest.mark.parametrize("layer", ["BatchNorm", "DenseBlock", "DeformConv", "DCNv3"])
+@pytest.mark.parametrize("flavor", ["nnx", "linen"])
+def test_images_with_channels_first_are_refused(flavor, layer):
+    name = f"{flavor}.{layer}"
+    options, _ = (NNX | LINEN)[name]
+
+    def run(x):
+        if flavor == "nnx":
+            return run_nnx(name, x, **options)
+        module = find(name)(**options)
+        return module.apply(module.init(KEY, X), x, mutable=["batch_stats"])
+
+    with pytest.raises(ValueError, match=r"[Ff]eatures (are )?last"):
+        jax.eval_shape(run, NCHW)

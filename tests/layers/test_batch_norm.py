@@ -293,27 +293,3 @@ def test_gradients_and_statistics_over_devices(flavor, context):
     got = CONTEXTS[context](op, params, batch)
     assert_trees_close(got, single_device(op, params, batch), 1e-5)
     assert_same(got[1], dict(mean=counted.mean(0), var=counted.var(0)), rtol=1e-5)
-
-
-def init_and_apply(module, x):
-    variables = module.init(jax.random.key(0), jnp.ones((1, 6, 5, 4)))
-    return module.apply(variables, x, mutable=["batch_stats"])
-
-
-IMAGE_LAYERS = {
-    "nnx.DeformConv": lambda x: effjax.nnx.DeformConv(
-        4, 2, 3, predict_offset=True, rngs=nnx.Rngs(0)
-    )(x),
-    "nnx.DenseBlock": lambda x: effjax.nnx.DenseBlock(4, 1, growth_rate=2, rngs=nnx.Rngs(0))(x),
-    "linen.BatchNorm": functools.partial(
-        init_and_apply, effjax.linen.BatchNorm(use_running_average=False)
-    ),
-    "linen.DCNv3": functools.partial(init_and_apply, effjax.linen.DCNv3(4)),
-}
-
-
-@pytest.mark.parametrize("name", IMAGE_LAYERS)
-def test_images_with_channels_first_are_refused(name):
-    jax.eval_shape(IMAGE_LAYERS[name], jnp.ones((1, 6, 5, 4)))
-    with pytest.raises(ValueError, match=r"[Ff]eatures (are )?last"):
-        jax.eval_shape(IMAGE_LAYERS[name], jnp.ones((1, 4, 6, 5)))
