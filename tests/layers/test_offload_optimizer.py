@@ -23,8 +23,7 @@ from effjax.optimizers import set_hyperparams
 from tests.layers.offload_linen import X
 from tests.layers.offload_nnx import Block
 from tests.ops.offload.reference import clip_by_group_norm, clip_by_previous_norm
-from tests.ops.offload.stacks import kinds
-from tests.ops.offload.steps import close
+from tests.ops.offload.stacks import assert_close, kinds
 from tests.programs import needs_gpu_compiler
 from tests.tiers import vary
 
@@ -131,7 +130,7 @@ def check_training(make, tx, clip=None, model=None, run=None, wrt=nnx.Param):
     got = trained(model, optimizer, run or offload_jit(train_step))
     like = make(plain)
     in_memory = nnx.Optimizer(like, optax.chain(CLIPS[clip], tx), wrt=wrt)
-    close(got, trained(like, in_memory, nnx.jit(train_step)), 1e-5)
+    assert_close(got, trained(like, in_memory, nnx.jit(train_step)), 1e-5)
     assert where == jax.tree.map(lambda a: a.sharding, nnx.state(model))
     return optimizer
 
@@ -212,8 +211,8 @@ def test_sharded_batches(mesh8):
 def test_offload_jit_without_updates():
     model, run = offloaded(Wrapped), lambda model, x: model(x)
     got = offload_jit(run, donate=False)(model, X)
-    close(got, nnx.jit(run)(Wrapped(plain), X), 1e-5)
-    close(offload_jit(run)(model, x=X), got)
+    assert_close(got, nnx.jit(run)(Wrapped(plain), X), 1e-5)
+    assert_close(offload_jit(run)(model, x=X), got)
 
 
 def test_a_restored_run_continues_without_another_compilation():
@@ -234,7 +233,7 @@ def test_a_restored_run_continues_without_another_compilation():
     step(*first, 2 * X)
     assert len(count) == 1
     step(*second, 2 * X)
-    close(nnx.state(second[0]), nnx.state(first[0]))
+    assert_close(nnx.state(second[0]), nnx.state(first[0]))
 
 
 def test_the_loss_reaches_the_optimizer_of_nnx():
@@ -331,7 +330,7 @@ def test_train_state_matches_in_memory(clip, tx):
         apply_fn=model.apply, params=body_on_host(params), tx=tx, **clip_options(clip)
     )
     got, state = trained_state(model, before, effjax.offload_jit)
-    close((got, state.params), (want, in_memory.params), 1e-5)
+    assert_close((got, state.params), (want, in_memory.params), 1e-5)
     assert state.step == 3 and isinstance(state, TrainState)
     assert kinds(state.params["body"]) == {"pinned_host"}
     assert kinds(state.params["after"]) == {"device"}
@@ -361,7 +360,7 @@ def test_train_state_updates_stack_layer_by_layer(tx, clip):
     def update_layer(w, g):
         return optax.apply_updates(w, clipped.update(g, clipped.init(w), w)[0])
 
-    close(effjax.to_device(got), update_layer(params["body"], grads["body"]))
+    assert_close(effjax.to_device(got), update_layer(params["body"], grads["body"]))
 
 
 def test_train_state_rejects_invalid_arguments():
