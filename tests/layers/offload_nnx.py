@@ -131,8 +131,7 @@ def plain(make):
     return nnx.Sequential(*make())
 
 
-def run(model, x):
-    return train(model, x)
+run = train
 
 
 @functools.cache
