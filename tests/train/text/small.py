@@ -4,10 +4,14 @@ import json
 from typing import Any
 
 import jax
+import pytest
 
+from effjax.train.errors import PreemptionError
+from effjax.train.loop import fit
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.task import TextTask, prepare
 from effjax.train.text.tiny import write_checkpoint
+from tests.train.small import assert_same_parameters, new_run
 
 # Rows of different lengths, so that microbatches have different numbers of tokens with loss.
 ROWS = [{"prompt": f"{i}:", "completion": "ab" * (1 + i % 7)} for i in range(24)]
@@ -29,3 +33,15 @@ def finetune_task(folder, devices=1, resume=False, **options) -> TextTask:
         date="2026-01-31",
     )  # fmt: skip
     return prepare(FinetuneConfig(**small | options), jax.devices()[:devices], resume=resume)
+
+
+def check_resume(task, tmp_path, before_resume=lambda: None):
+    """Check that a run of two parts has the bits of a whole one; return this and its result."""
+    whole, parts = (new_run(tmp_path / name, task) for name in ("whole", "parts"))
+    result = fit(task, whole)
+    with pytest.raises(PreemptionError):
+        fit(task, parts, stop=lambda step: step == 1)
+    before_resume()
+    fit(task, parts, resume=True)
+    assert_same_parameters(task, whole, parts)
+    return whole, result

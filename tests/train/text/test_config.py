@@ -19,6 +19,7 @@ FILES = dict(checkpoint="base", data="rows.jsonl")
         ({"lora_dropout": 0.1}, "`lora_dropout` (=0.1) needs `lora`"),
         ({"quantize": "nf4"}, "`quantize` (=nf4) needs `lora`"),
         ({"lora": 4, "quantize": "int4"}, "`quantize` (="),
+        ({"dpo_beta": 0.5}, "`dpo_beta` (=0.5) needs `loss` (=dpo)"),
         ({"lora": 4, "rslora": True}, "`rslora` needs `lora_alpha`"),
         ({"lora": 4, "lora_alpha": 0.0}, "`lora_alpha` (=0.0) must be above 0"),
         ({"fuse_update": True, "on_nan": "skip"}, "cannot be combined with `fuse_update`"),
@@ -35,9 +36,11 @@ def test_rejects(options, message):
     assert message in str(error.value)
 
 
-def test_learning_rate_and_scale_of_adapters():
+def test_default_rates_and_scales():
     config = FinetuneConfig(**FILES)
     assert config.learning_rate is None and config.resolve().learning_rate == 1e-5
+    dpo = FinetuneConfig(**FILES, loss="dpo").resolve()
+    assert (dpo.learning_rate, dpo.dpo_beta) == (1e-6, 0.1)
     lora = FinetuneConfig(**FILES, lora=16).resolve()
     assert (lora.learning_rate, lora.lora_scale) == (2e-4, 2.0)
     lora = FinetuneConfig(**FILES, lora=16, lora_alpha=4, learning_rate=1e-3).resolve()

@@ -10,15 +10,10 @@ from effjax.train.text.base import find_base
 from effjax.train.text.generate import find_model
 from effjax.train.text.sources import read_rows
 from tests.train.text.hub import COMMIT, serve
-from tests.train.text.small import finetune_task, write_base
+from tests.train.text.small import finetune_task
 
 constants = pytest.importorskip("huggingface_hub.constants")
 NAME = "effjax-tests/tiny"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return write_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture
@@ -33,7 +28,7 @@ def server(base, tmp_path, monkeypatch):
         yield server
 
 
-def test_a_task_from_the_hub(server, base, monkeypatch):
+def test_trains_and_generates_from_the_hub(server, base, monkeypatch):
     assert find_base(NAME, None, allow_file=True).model == find_base(str(base), None).model
     assert server.downloaded == ["config.json"]  # all that a plan needs
     task = finetune_task(base, checkpoint=NAME)
@@ -45,9 +40,6 @@ def test_a_task_from_the_hub(server, base, monkeypatch):
     assert not {"rows.jsonl"} & set(server.downloaded)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_base(f"{NAME}@{COMMIT}", None).folder == find_base(NAME, None).folder
-
-
-def test_generates_from_the_hub(server):
     model = find_model(NAME, None, datetime.date(2026, 1, 31))
     assert str(model.base.repository) == f"{NAME}@{COMMIT}" and model.adapter is None
 
@@ -58,12 +50,10 @@ def test_a_folder_has_precedence(server, base, tmp_path):
 
 
 def test_errors_are_one_line(server, monkeypatch):
-    with pytest.raises(
-        DataError, match="effjax-tests/other: not found: neither a path nor a public model"
-    ):
+    with pytest.raises(DataError, match="effjax-tests/other: not found"):
         find_base("effjax-tests/other", None)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="cannot be reached .HF_HUB_OFFLINE is set.. Give"):
+    with pytest.raises(DataError, match="cannot be reached .HF_HUB_OFFLINE is set"):
         find_base(NAME, None)
 
 

@@ -1,7 +1,7 @@
-"""Direct preference optimization: its loss and gradients, rows of pairs, and exact resume."""
+"""Direct preference optimization: its loss and gradients, packed pairs, and exact resume."""
 
-import datetime
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 
 from effjax.models import decoder_functions, decoder_logits
-from effjax.train import FinetuneConfig, finetune
-from effjax.train.errors import DataError, PreemptionError, TrainError
-from effjax.train.loop import fit
+from effjax.train import FinetuneConfig
+from effjax.train.errors import TrainError
 from effjax.train.run_directory import RunDirectory
-from effjax.train.text.chat import load_tokenizer
-from effjax.train.text.packing import pack_pairs
-from effjax.train.text.rows import load_rows
-from tests.train.small import CachedTask, assert_same_parameters, new_run
-from tests.train.text.small import finetune_task, write_base
+from tests.tiers import vary
+from tests.train.small import CachedTask, new_run
+from tests.train.text.small import check_resume, finetune_task, write_base
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")
@@ -27,7 +24,7 @@ PAIRS = [
     {"prompt": f"{i}:", "chosen": "ab" * (1 + i % 4), "rejected": "no" * (1 + i % 3)}
     for i in range(24)
 ]
-BETA = 0.5
+BETA, LENGTH = 0.5, 32
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +35,27 @@ def base(tmp_path_factory):
 
 
 def dpo_task(base, **options):
-    options = {"loss": "dpo", "dpo_beta": BETA, "max_length": 32} | options
+    options = {"loss": "dpo", "dpo_beta": BETA, "max_length": LENGTH} | options
     return finetune_task(base, data=str(base / "pairs.jsonl"), **options)
 
 
-def start(task, tmp_path):
+def whole_batches(base, **options):
+    """Return a task whose batches have all rows."""
+    count = dpo_task(base, **options).data.rows_per_epoch
+    return CachedTask(dpo_task(base, batch_size=count, keep=3, learning_rate=0.1, **options))
+
+
+def start(task, folder):
     """Return the initial state, with the references in the rows of the task."""
     state = task.initial_state()
-    task.start(new_run(tmp_path / "start", task), state, lambda text: None)
+    task.start(new_run(folder, task), state, lambda text: None)
     return state
 
 
-def log_softmax(logits):
-    logits = logits - logits.max(-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+def forget_references(task):
+    """Set the references to NaN, as they are in a new process."""
+    for part in (task.data.train, task.data.validation):
+        part.references[:] = np.nan
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -68,15 +72,15 @@ def log_probs_by_hand(task, state, part):
     result = np.zeros((len(part.references), 2))
     for side, packed in enumerate(part.sides):
         sequences = packed.sequences
-        bounds = [*zip(sequences.offsets[:-1], sequences.offsets[1:], strict=True)]
-        tokens = [sequences.tokens[first:last] for first, last in bounds]
-        padded = np.zeros((len(PAIRS), task.config.max_length), np.int32)
-        for row, ids in zip(padded, tokens, strict=False):
-            row[: len(ids)] = ids
-        scores = compute_logits(task.learner, state.model.layers, state.model.others, padded)
-        scores = log_softmax(np.asarray(scores, np.float64))
+        bounds = [*itertools.pairwise(sequences.offsets)]
+        padded = np.zeros((len(PAIRS), LENGTH), np.int32)
+        for row, (first, last) in zip(padded, bounds, strict=False):
+            row[: last - first] = sequences.tokens[first:last]
+        logits = compute_logits(task.learner, state.model.layers, state.model.others, padded)
+        logits = np.asarray(logits, np.float64)
+        scores = logits - np.logaddexp.reduce(logits, -1, keepdims=True)
         for i, (first, last) in enumerate(bounds):
-            of_next = scores[i, np.arange(last - first - 1), tokens[i][1:]]
+            of_next = scores[i, np.arange(last - first - 1), sequences.tokens[first + 1 : last]]
             result[i, side] = of_next[sequences.has_loss[first + 1 : last]].sum()
     return result
 
@@ -94,15 +98,11 @@ def loss_by_hand(log_probs, references):
     }
 
 
-def whole_batches(base, **options):
-    """Return a task whose batches have all rows."""
-    count = dpo_task(base, **options).data.rows_per_epoch
-    return CachedTask(dpo_task(base, batch_size=count, keep=3, learning_rate=0.1, **options))
-
-
-def check_loss_and_metrics(task, tmp_path):
+@vary("options", [dict(lora=2), dict(packing=False)])
+def test_loss_and_metrics(base, tmp_path, options):
     """Compare with float64, from logits; at the start, the loss is log 2."""
-    state = start(task, tmp_path)
+    task = whole_batches(base, **options)
+    state = start(task, tmp_path / "run")
     train, validation = task.data.train, task.data.validation
     assert task.config.packing == (train.pairs_per_row > 1) and len(validation.references) == 2
     references = log_probs_by_hand(task, state, train)
@@ -119,33 +119,12 @@ def check_loss_and_metrics(task, tmp_path):
     expected = loss_by_hand(log_probs, np.float64(validation.references))
     assert task.make_eval()(state, "validation") == pytest.approx(expected, rel=1e-4, abs=2e-5)
 
-
-def check_resume(task, tmp_path):
-    """Check that the references are those of the first model after an interruption, too."""
-    whole, stopped = (new_run(tmp_path / name, task) for name in ("whole", "stopped"))
-    fit(task, whole)
-    records = [line for line in whole.read_metrics() if line["kind"] == "step"]
-    assert records[0]["validation_loss"] < np.log(2) and records[0]["validation_accuracy"] == 1
-    assert records[-1]["train_margin"] > 0 and records[-1]["train_accuracy"] > 0.5
-    with pytest.raises(PreemptionError):
-        fit(task, stopped, stop=lambda step: step == 3)
-    for part in (task.data.train, task.data.validation):
-        part.references[:] = np.nan  # as in a new process
-    fit(task, stopped, resume=True)
-    assert_same_parameters(task, whole, stopped)
-
-
-def test_adapters(base, tmp_path):
-    """Check the loss, and that a run which continues reads the references."""
-    task = whole_batches(base, lora=2)
-    check_loss_and_metrics(task, tmp_path)
-    parts = task.data.train, task.data.validation
-    stored, run = [part.references.copy() for part in parts], RunDirectory(tmp_path / "start")
-    for part in parts:
-        part.references[:] = np.nan  # as in a new process
+    # A run that continues reads the references.
+    stored, run = train.references.copy(), RunDirectory(tmp_path / "run")
+    forget_references(task)
     task.start(run, None, print)
-    for part, references in zip(parts, stored, strict=True):
-        np.testing.assert_array_equal(part.references, references)
+    np.testing.assert_array_equal(train.references, stored)
+    assert np.isfinite(validation.references).all()
     for content in b"PK", (run.path / "references.npz").read_bytes()[:-9]:
         (run.path / "references.npz").write_bytes(content)
         with pytest.raises(TrainError, match=r"references.npz: cannot be read .* Start a new run"):
@@ -153,140 +132,45 @@ def test_adapters(base, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_all_parameters_without_packing(base, tmp_path):
-    task = whole_batches(base, packing=False)
-    check_loss_and_metrics(task, tmp_path)
-    check_resume(task, tmp_path)
-
-
-@pytest.mark.exhaustive
 def test_dropout_resumes_exactly(base, tmp_path):
-    check_resume(whole_batches(base, lora=2, lora_dropout=0.25), tmp_path)
-
-
-@pytest.fixture(scope="module")
-def two_steps(base, tmp_path_factory):
-    return run_two_steps(dpo_task(base, batch_size=8), tmp_path_factory.mktemp("two"))
-
-
-def run_two_steps(task, tmp_path):
-    state, metrics = start(task, tmp_path), None
-    step, batches = task.make_step(), task.batches(0)
-    for _ in range(2):
-        state, metrics = step(state, next(batches), jax.random.key(0))
-    return task.read(metrics), jax.device_get((state.model.layers, state.model.others))
+    """The references are those of the first model after an interruption, too."""
+    task = whole_batches(base, lora=2, lora_dropout=0.25)
+    run, _ = check_resume(task, tmp_path, lambda: forget_references(task))
+    records = [line for line in run.read_metrics() if line["kind"] == "step"]
+    assert records[0]["validation_loss"] < np.log(2) and records[0]["validation_accuracy"] == 1
+    assert records[-1]["train_margin"] > 0 and records[-1]["train_accuracy"] > 0.5
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "form",
+    ("plain", "form"),
     [
-        dict(offload="all", fuse_update=True, clip_norm=0, num_microbatches=4),
-        dict(devices=2, mesh="fsdp=2"),
-        dict(policy="everything", mlp_chunk_size=8),
-        dict(offload="activations", packing=False, batch_size=8),
+        (dict(clip_norm=0), dict(offload="all", fuse_update=True, num_microbatches=4)),
+        (dict(), dict(devices=2, mesh="fsdp=2", policy="everything", mlp_chunk_size=8)),
+        (dict(packing=False), dict(offload="activations")),
     ],
 )
-def test_forms_of_the_step(base, tmp_path, two_steps, form):
+def test_forms_of_the_step(base, tmp_path, plain, form):
     """Pairs stay together in microbatches, in stacks and on devices."""
-    if "clip_norm" in form or "packing" in form:
-        plain = {name: form[name] for name in ("clip_norm", "packing") if name in form}
-        two_steps = run_two_steps(dpo_task(base, **{"batch_size": 8} | plain), tmp_path / "plain")
-    metrics, params = run_two_steps(dpo_task(base, **{"batch_size": 8} | form), tmp_path)
-    assert metrics == pytest.approx(two_steps[0], rel=1e-4, abs=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 2e-5), params, two_steps[1])
+
+    def run_two_steps(folder, **options):
+        task = dpo_task(base, batch_size=8, **options)
+        state, metrics = start(task, folder), None
+        step, batches = task.make_step(), task.batches(0)
+        for _ in range(2):
+            state, metrics = step(state, next(batches), jax.random.key(0))
+        return task.read(metrics), jax.device_get((state.model.layers, state.model.others))
+
+    metrics, params = run_two_steps(tmp_path / "form", **plain, **form)
+    want, want_params = run_two_steps(tmp_path / "plain", **plain)
+    assert metrics == pytest.approx(want, rel=1e-4, abs=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 2e-5), params, want_params)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(base):
-    return load_tokenizer(base, datetime.date(2026, 1, 31))
-
-
-USER = {"role": "user", "content": "2 + 3?"}
-GOOD, BAD = ({"role": "assistant", "content": text} for text in ("5", "six"))
-
-
-def read(tmp_path, tokenizer, *rows, **options):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"max_length": 99, "validation": 0, "pairs": True} | options
-    return load_rows(path, tokenizer, **options)
-
-
-def texts(sequences, tokenizer):
-    """Return the text of each sequence, and of its tokens with loss."""
-    return [
-        tuple(
-            tokenizer.backend.decode(ids.tolist(), skip_special_tokens=False)
-            for ids in (tokens, tokens[has_loss])
-        )
-        for tokens, has_loss in (
-            (sequences.tokens[first:last], sequences.has_loss[first:last])
-            for first, last in zip(sequences.offsets[:-1], sequences.offsets[1:], strict=True)
-        )
-    ]
-
-
-def test_forms_of_rows(tmp_path, tokenizer):
-    prompt = "<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
-    messages = [(f"{prompt}{answer}<|im_end|>\n",) * 2 for answer in ("5", "six")]
-    messages = [(text, text.removeprefix(prompt)) for text, _ in messages]
-    for row in (
-        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
-        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        {"prompt": "2 + 3?", "chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 2},
-    ):
-        data = read(tmp_path, tokenizer, row)
-        assert texts(data.train, tokenizer) == messages
-    assert data.notes == (
-        "the prompt is what `chosen` and `rejected` begin with", "unused fields: score_chosen"
-    )  # fmt: skip
-    row = {"question": "2 + 3 =", "chosen": " 5", "rejected": " six"}
-    data = read(tmp_path, tokenizer, row, columns="prompt=question")
-    answers = [" 5</s>", " six</s>"]
-    assert texts(data.train, tokenizer) == [(f"2 + 3 ={answer}", answer) for answer in answers]
-    # A pair is left out if the prompt of one answer fills the sequence.
-    long = {"prompt": "2 + 3 =" * 9, "chosen": " 5", "rejected": " six"}
-    data = read(tmp_path, tokenizer, row | {"prompt": "a"}, long, max_length=20)
-    assert (len(data.train), data.num_skipped, data.num_cut) == (2, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "a", "chosen": "b"}, "It lacks `rejected`, and has `prompt`, `chosen`"),
-        ({"chosen": "a b", "rejected": "a c"}, "must have a `prompt`, unless"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "must begin with the same messages"),
-        ({"chosen": [USER, GOOD], "rejected": [USER]}, "must end with different answers"),
-        ({"prompt": "a", "chosen": "", "rejected": "b"}, "`chosen` must not be empty"),
-        ({"prompt": [USER], "chosen": [USER], "rejected": [BAD]}, "`chosen` must have a message"),
-        ({"prompt": "a", "chosen": 1, "rejected": "b"}, "`chosen` must be a string, not a number"),
-    ],
-)
-def test_malformed_rows(tmp_path, tokenizer, row, message):
-    with pytest.raises(DataError, match="line 1: ") as error:
-        read(tmp_path, tokenizer, row)
-    assert message in str(error.value)
-
-
-def test_rows_of_preferences_need_their_loss(base, tokenizer, tmp_path):
-    with pytest.raises(DataError, match="--loss dpo trains on `chosen` and `rejected`"):
-        read(tmp_path, tokenizer, PAIRS[0], pairs=False)
-    with pytest.raises(TrainError, match=r"`dpo_beta` \(=0.5\) needs `loss` \(=dpo\)"):
-        dpo_task(base, loss="cross_entropy")
-    config = FinetuneConfig(
-        checkpoint=str(base), data=[str(base / "pairs.jsonl")], loss="dpo", batch_size=8
-    )
-    with pytest.raises(TrainError, match="cannot be combined with a function"):
-        finetune(config, tmp_path / "run", loss=lambda logits, batch: (logits.sum(), logits.sum()))
-    assert (config.resolve().dpo_beta, config.resolve().learning_rate) == (0.1, 1e-6)
-
-
-def test_packed_pairs(tmp_path, tokenizer):
+def test_packed_pairs(base):
     """Both answers of a pair are at the same place of the two rows, with its references."""
-    data = read(tmp_path, tokenizer, *PAIRS)
-    (packed,) = pack_pairs([data.train], 32)
-    packed.references[:] = np.arange(len(packed.references) * 2).reshape(-1, 2)
+    packed: Any = dpo_task(base, validation=0).data.train
+    packed.references[:] = np.arange(2 * len(PAIRS)).reshape(-1, 2)
     batch = packed.batch(np.array([*range(len(packed)), -1]))
     seen = []
     for row in range(len(packed)):
@@ -301,10 +185,14 @@ def test_packed_pairs(tmp_path, tokenizer):
     assert sorted(seen) == list(range(len(PAIRS))) and packed.pairs_per_row > 1
     assert all(not a[-1].any() for a in batch.values())
     assert packed.efficiency == pytest.approx((batch["segment_ids"] > 0)[:-1].mean())
-    # The planner has the shapes of a batch without data.
-    (single,) = pack_pairs([data.train], 32, packing=False)
-    shapes = {name: (a.shape, str(a.dtype)) for name, a in single.batch(np.arange(4)).items()}
-    options: dict[str, Any] = {"loss": "dpo", "batch_size": 4, "max_length": 32}
+
+
+def test_the_planner_has_the_shapes_of_a_batch(base):
+    single, packed = (
+        next(dpo_task(base, packing=packing, batch_size=4).batches(0)) for packing in (False, True)
+    )
+    options: dict[str, Any] = {"loss": "dpo", "batch_size": 4, "max_length": LENGTH}
+    shapes = {name: (a.shape, str(a.dtype)) for name, a in single.items()}
     assert FinetuneConfig(packing=False, **options).batch_shapes() == shapes
-    packed_shapes = FinetuneConfig(**options).batch_shapes()
-    assert packed_shapes.keys() == batch.keys() and packed_shapes["tokens"] == shapes["tokens"]
+    of_packed = FinetuneConfig(**options).batch_shapes()
+    assert of_packed.keys() == packed.keys() and of_packed["tokens"] == shapes["tokens"]
