@@ -1,6 +1,5 @@
 """Training steps of a decoder, in all places of its arrays, against optax in float64."""
 
-import copy
 import dataclasses
 import functools
 from typing import Any
@@ -71,9 +70,35 @@ def train(learner):
     return [*losses, float(total) / float(weight)], state
 
 
+def is_projection(path, _=None):
+    return "proj" in path[-1].key
+
+
+def make_reference(name, clip_norm):
+    """Return the optimizer in terms of optax."""
+
+    def is_decayed(params):
+        return jax.tree.map_with_path(
+            lambda path, _: is_projection(path) or "lm_head" in path[-1].key, params
+        )
+
+    tx = optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=is_decayed)
+    if name == "muon":
+        # The first axis of a stack is that of the layers.
+        axes = optax.contrib.MuonDimensionNumbers(1, 2)
+        muon = optax.contrib.muon(
+            RATE, weight_decay=DECAY, consistent_rms=0.2,
+            muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: axes, params),
+        )  # fmt: skip
+        labels = functools.partial(jax.tree.map_with_path, is_projection)
+        tx = optax.partition({True: muon, False: tx}, labels)
+    return tx if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), tx)
+
+
 @functools.cache
 def by_hand(clip_norm=None, name="adamw"):
     """Return the losses and the parameters of plain JAX and optax in float64."""
+    tx = make_reference(name, clip_norm)
     params = jax.device_get(make_learner().random_params(0))
     with jax.enable_x64(True):
         embed, layer, head = decoder_functions(dataclasses.replace(MODEL, dtype="float64"))
@@ -81,32 +106,9 @@ def by_hand(clip_norm=None, name="adamw"):
 
         def loss_of(params):
             layers, others = params
-            total, weight = head(
-                others, scan_layers(layer, layers, embed(others, batch), None), batch
-            )
+            x = scan_layers(layer, layers, embed(others, batch), None)
+            total, weight = head(others, x, batch)
             return total / weight
-
-        def is_decayed(params):
-            return jax.tree.map_with_path(
-                lambda path, _: "proj" in path[-1].key or "lm_head" in path[-1].key, params
-            )
-
-        tx = optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=is_decayed)
-        if name == "muon":
-            # The first axis of a stack is that of the layers.
-            axes = optax.contrib.MuonDimensionNumbers(1, 2)
-            muon = optax.contrib.muon(
-                RATE, weight_decay=DECAY, consistent_rms=0.2,
-                muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: axes, params),
-            )  # fmt: skip
-            tx = optax.partition(
-                {True: muon, False: tx},
-                lambda params: jax.tree.map_with_path(
-                    lambda path, _: "proj" in path[-1].key, params
-                ),
-            )
-        if clip_norm is not None:
-            tx = optax.chain(optax.clip_by_global_norm(clip_norm), tx)
 
         @jax.jit
         def step(params, state):
@@ -133,30 +135,24 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+def assert_like_optax(learner, rtol, atol, **options):
+    losses, state = train(learner)
+    want, params = by_hand(**options)
+    np.testing.assert_allclose(losses, want, rtol=rtol)
+    assert int(state.step) == STEPS
+    got = jax.device_get((state.model.layers, state.model.others))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), got, params)
+
+
 @vary("form", FORMS)
 def test_steps_match_optax(form):
-    learner = make_learner(**FORMS[form])
-    losses, state = train(learner)
-    want, (layers, others) = by_hand()
-    np.testing.assert_allclose(losses, want, rtol=2e-5)
-    assert int(state.step) == STEPS
-    for got, expected in ((state.model.layers, layers), (state.model.others, others)):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(np.asarray(a), b, atol=2e-4), got, expected
-        )
+    assert_like_optax(make_learner(**FORMS[form]), rtol=2e-5, atol=2e-4)
 
 
-@vary("offload", ["all", "none"])
-def test_muon_orthogonalizes_the_matrix_of_each_layer(offload):
-    learner = make_learner(name="muon", offload=offload, fuse_update=offload == "all")
-    losses, state = train(learner)
-    want, (layers, others) = by_hand(name="muon")
-    np.testing.assert_allclose(losses, want, rtol=1e-4)
-    assert abs(want[-1] - by_hand()[0][-1]) > 1e-2
-    for got, expected in ((state.model.layers, layers), (state.model.others, others)):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(np.asarray(a), b, atol=1e-3), got, expected
-        )
+@vary("form", [dict(offload="all", fuse_update=True), {}])
+def test_muon_orthogonalizes_the_matrix_of_each_layer(form):
+    assert_like_optax(make_learner(name="muon", **form), rtol=1e-4, atol=1e-3, name="muon")
+    assert abs(by_hand(name="muon")[0][-1] - by_hand()[0][-1]) > 1e-2
 
 
 @pytest.mark.exhaustive
@@ -182,8 +178,7 @@ def test_clips_by_the_norm_of_all_gradients(options):
 
 
 def test_clips_by_the_norm_of_the_previous_step():
-    learner = make_learner(fuse_update=True, clip_norm=1.0)
-    _, state = train(learner)
+    _, state = train(make_learner(fuse_update=True, clip_norm=1.0))
     assert 0 < float(state.model.grad_norm) < np.inf
 
 
@@ -197,81 +192,74 @@ def test_trains_adapters_only(options):
     assert losses[-1] < losses[0] - 0.1
     after = jax.device_get((state.model.layers, state.model.others))
     changed = jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)
-    adapters = jax.tree.map_with_path(is_adapter, before)
-    assert changed == adapters
-    names = {name for name in before[0] if name.endswith("lora_A.weight")}
-    assert len(names) == 7  # all linear layers
-    trained = sum(a.size for name, a in before[0].items() if "lora" in name)
+    assert changed == jax.tree.map_with_path(is_adapter, before)
+    adapters = {name: a for name, a in before[0].items() if "lora" in name}
+    assert len(adapters) == 2 * 7  # all linear layers
+    trained = sum(a.size for a in adapters.values())
     assert learner.num_trained == trained < learner.num_params
     moments = [a for a in jax.tree.leaves(state.model.layers_state) if a.ndim > 1]
     assert sum(a.size for a in moments) == 2 * trained
 
 
-DROPOUT_FORMS: list[dict[str, Any]] = [
-    dict(offload="all", fuse_update=True),
-    dict(policy="everything"),
-    dict(devices=2, mesh="fsdp=2"),
-]
+def draw(shapes):
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(0, 0.3, a.shape).astype(a.dtype) for name, a in shapes.items()}
+
+
+def initial_state(learner, *arrays):
+    """Return the state with arrays of the layers, the others and the adapters, in their places."""
+    shapes = (*learner.model_shapes(), learner.adapter_shapes())
+    layers, others, adapters = jax.tree.map(
+        lambda a, like: jax.device_put(a, like.sharding), arrays, shapes
+    )
+    return learner.initial_state(layers, others, adapters=adapters)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", DROPOUT_FORMS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(offload="all", fuse_update=True),
+        dict(policy="everything"),
+        dict(devices=2, mesh="fsdp=2"),
+    ],
+)
 def test_dropout_of_adapters(options):
     """All forms of a step drop the same numbers, which depend on the number of the step."""
-    adapters: dict[str, Any] = dict(lora_rank=2, lora_scale=3.0, lora_dropout=0.5)
+    params = jax.device_get(make_learner().random_params(0))
     results = []
-    for learner in (make_learner(**adapters, **options), make_learner(**adapters)):
-        rng = np.random.default_rng(0)
-        shapes = learner.adapter_shapes()
-        new = {name: rng.normal(0, 0.3, a.shape).astype("f4") for name, a in shapes.items()}
-        state = learner.initial_state(
-            *learner.random_params(0),
-            adapters={name: jax.device_put(a, shapes[name].sharding) for name, a in new.items()},
-        )
-        step = offload_jit(learner.train_step())
-        batch = global_batch(make_batch(), ROWS, learner.mesh)
-        host, losses, layers = jax.device_get(state), [], {}
+    for form in (options, {}):
+        learner = make_learner(lora_rank=2, lora_scale=3.0, lora_dropout=0.5, **form)
+        adapters = draw(learner.adapter_shapes())
+        state = initial_state(learner, *params, adapters)
+        step = offload_jit(learner.train_step(), donate=False)
+        batch, losses, after = global_batch(make_batch(), ROWS, learner.mesh), [], state
         for number in (0, 0, 1):
-            # Copy keys, which `device_get` leaves on the device: steps donate them.
-            again = jax.tree.map(
-                lambda a, like: jax.device_put(copy.copy(a), like.sharding),
-                host._replace(step=np.int32(number)),
-                state,
-            )
-            after, loss = step(again, batch, jax.random.key(0))
+            count = jax.device_put(np.int32(number), state.step.sharding)
+            after, loss = step(state._replace(step=count), batch, jax.random.key(0))
             losses.append(float(loss))
-            layers = {name: np.asarray(after.model.layers[name]) for name in new}
         assert losses[0] == losses[1] and abs(losses[2] - losses[0]) > 1e-3
-        results.append((losses, layers))
+        results.append((losses, {name: np.asarray(after.model.layers[name]) for name in adapters}))
     (losses, layers), (want, want_layers) = results
     np.testing.assert_allclose(losses, want, rtol=1e-5)
-    for name, a in layers.items():
-        np.testing.assert_allclose(a, want_layers[name], atol=2e-4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), layers, want_layers)
 
 
 def test_adapters_add_their_product():
     """A model with adapters computes the same as one with W + scale B A."""
     learner = make_learner(lora_rank=2, lora_scale=3.0)
-    state = learner.initial_state(*learner.random_params(0), seed=1)
-    rng = np.random.default_rng(0)
-    layers = {
-        name: rng.normal(0, 0.3, a.shape) if is_adapter((jax.tree_util.DictKey(name),)) else a
-        for name, a in jax.device_get(state.model.layers).items()
-    }
-    merged = {name: a for name, a in layers.items() if "lora" not in name}
-    for name in [name for name in layers if name.endswith("lora_A.weight")]:
-        base = name.removesuffix("lora_A.weight")
-        b, a = layers[f"{base}lora_B.weight"], layers[name]
-        merged[f"{base}weight"] = merged[f"{base}weight"] + 3 * np.einsum("lor,lri->loi", b, a)
-    others, batch = state.model.others, make_batch()
-    evaluate = jax.jit(learner.eval_step())
+    layers, others = jax.device_get(learner.random_params(0))
+    adapters, merged = draw(learner.adapter_shapes()), dict(layers)
+    for module in {name.rpartition("lora_")[0] for name in adapters}:
+        b, a = (adapters[f"{module}lora_{i}.weight"] for i in "BA")
+        merged[f"{module}weight"] = layers[f"{module}weight"] + 3 * np.einsum("lor,lri->loi", b, a)
+    evaluate, batch = jax.jit(learner.eval_step()), make_batch()
     with jax.default_matmul_precision("highest"):
-        losses = [
-            evaluate(jax.tree.map(jnp.float32, tree), others, batch)[0] for tree in (layers, merged)
-        ]
-    plain = evaluate(make_learner().random_params(0)[0], others, batch)[0]
-    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
-    assert abs(losses[0] - plain) > 0.1
+        loss, want, plain = (
+            evaluate(tree, others, batch)[0] for tree in (layers | adapters, merged, layers)
+        )
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert abs(loss - plain) > 0.1
 
 
 QUANTIZED_FORMS: list[dict[str, Any]] = [
@@ -285,33 +273,21 @@ QUANTIZED_FORMS: list[dict[str, Any]] = [
 @vary("form, options", [("nf4", QUANTIZED_FORMS[0]), *(("int8", o) for o in QUANTIZED_FORMS)])
 def test_a_quantized_base_is_that_of_its_dequantized_weights(form, options, x64):
     """The loss and the gradients of adapters, which are the first moments, up to a factor."""
-    rng = np.random.default_rng(0)
     learner = make_learner(dtype="float64", lora_rank=2, lora_scale=3.0, **options)
     learner = dataclasses.replace(learner, dtype="float64")
-    shapes, other_shapes = learner.model_shapes()
-
-    def draw(shapes):
-        return {name: rng.normal(0, 0.3, a.shape).astype(a.dtype) for name, a in shapes.items()}
-
-    layers, others, adapters = draw(shapes), draw(other_shapes), draw(learner.adapter_shapes())
-    quantized = {}
-    for name in [name for name in layers if "_proj.weight" in name]:
-        pair = jax.jit(quantize, static_argnums=1)(layers.pop(name), form)
-        quantized |= {f"{name}.codes": pair.codes, f"{name}.scales": pair.scales}
-        layers[name] = dequantize(pair, shapes[name].shape[-1], "float64")
-    plain = {name: a for name, a in layers.items() if name not in shapes or "_proj" not in name}
+    layers, others = map(draw, learner.model_shapes())
+    adapters, quantized = draw(learner.adapter_shapes()), {}
+    for name, weight in layers.items():
+        if name.endswith("_proj.weight"):
+            pair = jax.jit(quantize, static_argnums=1)(weight, form)
+            quantized |= {f"{name}.codes": pair.codes, f"{name}.scales": pair.scales}
+            layers[name] = dequantize(pair, weight.shape[-1], "float64")
+        else:
+            quantized[name] = weight
     results = []
-    for params, how in ((layers, None), (plain | quantized, form)):
+    for params, how in ((layers, None), (quantized, form)):
         learner = dataclasses.replace(learner, quantize=how)
-        params, rest, new = (
-            {name: jax.device_put(tree[name], a.sharding) for name, a in places.items()}
-            for tree, places in zip(
-                (params, others, adapters),
-                (*learner.model_shapes(), learner.adapter_shapes()),
-                strict=True,
-            )
-        )
-        state = learner.initial_state(params, rest, adapters=new)
+        state = initial_state(learner, params, others, adapters)
         assert_places(learner, state)
         batch = global_batch(make_batch(), ROWS, learner.mesh)
         frozen = {name: np.array(a) for name, a in state.model.layers.items() if "lora" not in name}
@@ -346,17 +322,3 @@ def test_8_bit_moments():
     codes = [a for a in jax.tree.leaves(state.model.layers_state) if a.dtype.itemsize == 1]
     large = {"mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"}
     assert sum(a.size for a in codes) == 2 * sum(state.model.layers[n].size for n in large)
-
-
-def test_the_optimizer_works_leaf_by_leaf():
-    """The update of a parameter does not depend on the others."""
-    optimizer = make_optimizer("adamw", optax.constant_schedule(0.1), 0.1)
-    params = {"a_proj.weight": jnp.ones((3, 2)), "norm.weight": jnp.ones(2)}
-
-    def first(params):
-        return optimizer.update(params, optimizer.init(params), params)[0]
-
-    whole: Any = first(params)
-    for name, value in params.items():
-        part: Any = first({name: value})
-        np.testing.assert_allclose(whole[name], part[name], rtol=1e-6)
