@@ -1,9 +1,8 @@
 """Tokenizers and chat templates."""
 
-import dataclasses
 import datetime
 import json
-import types
+import sys
 
 import pytest
 
@@ -41,20 +40,20 @@ def load(folder, tmp_path):
     return load
 
 
-TURNS = {
-    "chatml": ["Yes.<|im_end|>\n", "Sure 🎉<|im_end|>\n"],
-    "generation": ["Yes.<|im_end|>", "Sure 🎉<|im_end|>"],
-    "llama3": ["Yes.<|eot_id|>", "Sure 🎉<|eot_id|>"],
-    "mistral": [" Yes.</s>", " Sure 🎉</s>"],
-}
-
-
-@pytest.mark.parametrize("name", TURNS)
-def test_turns_of_the_assistant(load, name):
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("chatml", ["Yes.<|im_end|>\n", "Sure 🎉<|im_end|>\n"]),
+        ("generation", ["Yes.<|im_end|>", "Sure 🎉<|im_end|>"]),
+        ("llama3", ["Yes.<|eot_id|>", "Sure 🎉<|eot_id|>"]),
+        ("mistral", [" Yes.</s>", " Sure 🎉</s>"]),
+    ],
+)
+def test_turns_of_the_assistant(load, name, turns):
     tokenizer = load(TEMPLATES[name])
     assert tokenizer.marks_generation == (name == "generation")
     ((text, spans),) = tokenizer.render_turns(CONVERSATION)
-    assert [text[first:last] for first, last in spans] == TURNS[name]
+    assert [text[first:last] for first, last in spans] == turns
     assert text == tokenizer.render(CONVERSATION)
 
 
@@ -69,26 +68,23 @@ def test_turns_that_change_when_others_follow(load):
     assert text[begin:] == "<think>\n\n</think>\n\nSure 🎉<|im_end|>\n" and end == len(text)
 
 
-def test_turn_must_begin_as_its_prompt_ends(load):
-    thinking = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-    template = CHATML[: CHATML.index("{%- if add_generation")] + thinking
-    message = r"message 2 .assistant.: cannot find .* ends in '.*assistant\\n<think>\\n'\."
-    with pytest.raises(DataError, match=message):
-        load(template).render_turns(CONVERSATION[:2])
+def test_a_conversation_that_begins_with_the_assistant(load):
+    ((text, spans),) = load().render_turns(CONVERSATION[1:])
+    assert text[slice(*spans[0])] == "Yes.<|im_end|>\n"
+
+
+# Spans do not depend on when a block is written.
+MACRO = (
+    "{% macro turn(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+    "{% set text %}{% for m in messages %}{{ m.role }}:{{ turn(m) }};{% endfor %}{% endset %}"
+    "<{{ text }}>"
+)
 
 
 def test_generation_blocks_in_macros(load):
-    """Spans do not depend on when a block is written."""
-    template = (
-        "{% macro turn(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
-        "{% set text %}{% for m in messages %}{{ m.role }}:{{ turn(m) }};{% endfor %}{% endset %}"
-        "<{{ text }}>"
-    )
-    ((text, spans),) = load(template).render_turns(CONVERSATION[2:])
+    ((text, spans),) = load(MACRO).render_turns(CONVERSATION[2:])
     assert text == "<user:Sure?;assistant:Sure 🎉;>"
     assert [text[first:last] for first, last in spans] == ["Sure?", "Sure 🎉"]
-    with pytest.raises(DataError, match="removes one end of a .% generation %. block"):
-        load(template.replace("{{ text }}", "{{ text[:9] }}")).render_turns(CONVERSATION[2:])
 
 
 def test_names_of_templates(load):
@@ -101,45 +97,65 @@ def test_names_of_templates(load):
         "{{ dict(a=1) }}"
     )
     tokenizer = load(template, pad_token={"content": "<pad>"}, unk_token=None)
-    content = [{"role": "user", "content": "<a> & 'é'", "nothing": None}] * 2
-    without = [{"role": "user", "content": "<a> & 'é'"}] * 2
-    expected = json.dumps(without, ensure_ascii=False)
-    assert tokenizer.render(content) == (
+    message = {"role": "user", "content": "<a> & 'é'"}
+    expected = json.dumps([message] * 2, ensure_ascii=False)
+    assert tokenizer.render([{**message, "nothing": None}] * 2) == (
         f"<s></s><pad>True2026-01-02{expected}True\n    False\n[1, 2, 3]{{'a': 1}}"
     )
 
 
+REFUSED, INVALID = "the chat template does not accept", "the chat template is not valid"
+
+
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "words"),
     [
-        (
-            "{{ raise_exception('no system role') }}",
-            r"accept the first 4 messages \(no system role",
-        ),
-        ("{{ messages.append(1) }}", "not accept"),
-        ("{{ ''.__class__.__mro__ }}", "not accept .* unsafe"),
-        ("{% set n = namespace(_a=1) %}", "not accept .*_a must not begin with an underscore"),
-        ("{% set n = namespace() %}{% set n.__class__ = 1 %}", "not accept .*must not begin"),
-        ("{{ dict.update(messages[0], role='a') }}", "not accept"),
-        ("{{ messages[0].content + 1 }}", "not accept"),
-        ("{{ messages[9].content }}", "not accept"),
-        ("{% for %}", "the chat template is not valid"),
-        ("{% generation %}", "the chat template is not valid"),
-        ("{% if true %}" * 200 + "{% endif %}" * 200, "the chat template is not valid"),
-        ("{{ (" * 1 + "(" * 2000 + "1" + ")" * 2001 + " }}", "the chat template is not valid"),
+        ("{{ raise_exception('no system') }}", f"{REFUSED} the first 4 messages (no system"),
+        ("{{ messages.append(1) }}", REFUSED),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% set n = namespace(_a=1) %}", "_a must not begin with an underscore"),
+        ("{% set n = namespace() %}{% set n.__class__ = 1 %}", "must not begin"),
+        ("{{ dict.update(messages[0], role='a') }}", REFUSED),
+        ("{{ messages[0].content + 1 }}", REFUSED),
+        ("{{ messages[9].content }}", REFUSED),
+        ("{{ 'a' * 10**15 }}", "(MemoryError)"),
+        ("{% for %}", INVALID),
+        ("{% generation %}", INVALID),
+        ("{% if true %}" * 200 + "{% endif %}" * 200, INVALID),
+        ("{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}", INVALID),
         (None, "lacks a chat template"),
     ],
+    ids=range(14),
 )
-def test_templates_that_fail(load, template, message):
-    with pytest.raises(DataError, match=message):
+def test_templates_that_fail(load, template, words):
+    with pytest.raises(DataError) as error:
         load(template).render(CONVERSATION)
+    assert words in str(error.value)
 
 
-def test_conversation_that_begins_with_the_assistant(load):
-    ((text, spans),) = load().render_turns(CONVERSATION[1:])
-    assert text[slice(*spans[0])] == "Yes.<|im_end|>\n"
-    with pytest.raises(DataError, match="a conversation that begins with a turn of the assistant"):
-        load("{{ messages[0].content }}").render_turns(CONVERSATION[1:])
+NOT_REACHED = (
+    "{% for m in messages %}{% if m.role == 'model' %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+THINKING = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "message"),
+    [
+        (NOT_REACHED, 0, "marks no turn of the assistant.*Correct the template"),
+        (MACRO.replace("{{ text }}", "{{ text[:9] }}"), 2, "removes one end"),
+        ("{{ messages[0].content }}", 1, "that begins with a turn of the assistant"),
+        (
+            CHATML[: CHATML.index("{%- if add_generation")] + THINKING,
+            0,
+            r"message 2 .assistant.: cannot find .* ends in '.*assistant\\n<think>\\n'\.",
+        ),
+    ],
+)
+def test_turns_that_are_not_found(load, template, first, message):
+    with pytest.raises(DataError, match=message):
+        load(template).render_turns(CONVERSATION[first:])
 
 
 def test_sources_of_templates(load, tmp_path):
@@ -167,8 +183,7 @@ def test_beginning_and_end(load, tmp_path):
 
 
 def test_truncation_and_padding_of_the_file(load, tmp_path):
-    load()
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend = load().backend
     backend.enable_truncation(3)
     backend.enable_padding(length=99)
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -177,55 +192,29 @@ def test_truncation_and_padding_of_the_file(load, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "words"),
     [
-        ("tokenizer.json", None, r"tokenizer\.json: cannot be read \(No such file"),
-        ("tokenizer.json", b"{}", r"tokenizer\.json: is not a tokenizer"),
-        ("tokenizer_config.json", None, r"tokenizer_config\.json: cannot be read"),
-        ("tokenizer_config.json", b"{", r"tokenizer_config\.json: is not JSON"),
-        ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: must contain a JSON object"),
-        (
-            "tokenizer_config.json",
-            b'{"eos_token": "<end>"}',
-            r"`eos_token` \(='<end>'\) is not in tok",
-        ),
+        ("tokenizer.json", None, "cannot be read (No such file"),
+        ("tokenizer.json", b"{}", "is not a tokenizer"),
+        ("tokenizer_config.json", None, "cannot be read"),
+        ("tokenizer_config.json", b"{", "is not JSON"),
+        ("tokenizer_config.json", b"[]", "must contain a JSON object"),
+        ("tokenizer_config.json", b'{"eos_token": "<end>"}', "`eos_token` (='<end>') is not in"),
         ("tokenizer_config.json", b'{"chat_template": 1}', "`chat_template` must be a string"),
-        ("chat_template.jinja", b"\xff", r"chat_template\.jinja: is not UTF-8"),
+        ("chat_template.jinja", b"\xff", "is not UTF-8"),
     ],
 )
-def test_rejects_invalid_files(load, tmp_path, name, content, message):
+def test_invalid_files(load, tmp_path, name, content, words):
     load(CHATML_GENERATION)
-    if content is None:
-        (tmp_path / name).unlink()
-    else:
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError) as error:
         load_tokenizer(tmp_path, TODAY)
+    assert f"{name}: {words}" in str(error.value)
 
 
 def test_missing_package(folder, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
-    with pytest.raises(
-        DataError, match=r"jinja2.* is missing\. Run pip install \"\.\[finetune\]\""
-    ):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(DataError, match=r"jinja2.* is missing\. Run pip install"):
         load_tokenizer(folder, TODAY)
-
-
-def test_generation_blocks_that_are_not_reached(load):
-    template = (
-        "{% for m in messages %}{% if m.role == 'model' %}{% generation %}{{ m.content }}"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    with pytest.raises(DataError, match="marks no turn of the assistant.*Correct the template"):
-        load(template).render_turns(CONVERSATION)
-
-
-def test_template_without_memory(load):
-    tokenizer = load("{{ messages }}")
-
-    def render(**_):
-        raise MemoryError
-
-    tokenizer = dataclasses.replace(tokenizer, template=types.SimpleNamespace(render=render))
-    with pytest.raises(DataError, match=r"does not accept the first 4 messages \(MemoryError\)"):
-        tokenizer.render(CONVERSATION)

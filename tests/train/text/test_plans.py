@@ -54,24 +54,22 @@ def test_a_step_is_that_of_the_run():
 
 
 def test_memory_choices(config):
-    choices = memory_choices(config, set())
-    places = PLACES | {"mlp_chunk_size": None}
-    chosen = choices.change(**places, num_microbatches=2)
+    def change(given=(), chunk=None, count=1, **options):
+        choices = memory_choices(dataclasses.replace(config, **options), set(given))
+        return choices.change(**PLACES, mlp_chunk_size=chunk, num_microbatches=count)
+
+    chosen = change(count=2)
     assert chosen.fuse_update and (chosen.offload, chosen.num_microbatches) == ("params", 2)
-    _, state, *_ = choices.training_step(chosen)
+    _, state, *_ = memory_choices(config, set()).training_step(chosen)
     assert state.model.layers["mlp.up_proj.weight"].sharding.memory_kind == "pinned_host"
-    assert choices.change(**places, num_microbatches=3) is None  # does not divide the batch
-    assert choices.change(**PLACES, mlp_chunk_size=1024, num_microbatches=1) is None
-    skips = memory_choices(dataclasses.replace(config, on_nan="skip"), set())
-    assert not skips.change(**places, num_microbatches=1).fuse_update
-    given = memory_choices(config, {"fuse_update"})
-    assert not given.change(**places, num_microbatches=1).fuse_update
-    chunked = memory_choices(dataclasses.replace(config, mlp_chunk_size=8), {"mlp_chunk_size"})
-    assert chunked.options["mlp_chunk_size"] == (8,)
-    assert chunked.change(**PLACES, num_microbatches=1, mlp_chunk_size=8).mlp_chunk_size == 8
+    assert change(count=3) is None  # does not divide the batch
+    assert change(chunk=1024) is None
+    assert not change(on_nan="skip").fuse_update
+    assert not change(given=["fuse_update"]).fuse_update
+    assert change(given=["mlp_chunk_size"], chunk=8, mlp_chunk_size=8).mlp_chunk_size == 8
 
 
-def test_all_combinations_differ():
+def test_memory_choices_differ():
     choices = memory_choices(LM, set())
     values = itertools.product(*choices.options.values())
     found = [choices.change(**dict(zip(choices.options, v, strict=True))) for v in values]
@@ -120,24 +118,20 @@ def test_smaller_states(config):
     assert not [*smaller_states(quantized.resolve())]
 
 
-def test_needs_a_configuration(config, tmp_path):
-    def plan(path):
-        return training_step(dataclasses.replace(config, checkpoint=str(path)))
-
-    with pytest.raises(DataError, match="nowhere: not found"):
-        plan("nowhere")
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(DataError, match=f"{tmp_path}: `model_type`"):
-        plan(tmp_path)
-    model = {"model_type": "llama", **SIZES, "vocab_size": 8, "attention_dropout": 0.1}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    with pytest.raises(TrainError, match=r"`attention_dropout` \(=0.1\) .* Set it to 0"):
-        plan(tmp_path)
-    (tmp_path / "config.json").write_text('{"effjax": "0.1.0", "command": "finetune"}')
-    for remedy in ("Give the folder of a checkpoint", f"Give {tmp_path}/model"):
-        with pytest.raises(DataError, match=f"a run, not a checkpoint. {remedy}"):
-            plan(tmp_path)
-        (tmp_path / "model").mkdir(exist_ok=True)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DataError, match=f"^{tmp_path}/config.json: not a config.json"):
-        plan(tmp_path)
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        ({"model_type": "gpt2"}, DataError, "{path}: `model_type`"),
+        ({"model_type": "llama", **SIZES, "vocab_size": 8, "attention_dropout": 0.1}, TrainError,
+         r"`attention_dropout` \(=0.1\) .* Set it to 0"),
+        ({"effjax": "0.1.0", "command": "finetune"}, DataError, "a run, not .* Give {path}/model"),
+        ({"effjax": "0.1.0", "command": "finetune"}, DataError, "Give the folder of a checkpoint"),
+        (None, DataError, "{path}/config.json: not a config.json"),
+    ],
+)  # fmt: skip
+def test_needs_a_configuration(config, tmp_path, content, error, message):
+    (tmp_path / "config.json").write_text("{" if content is None else json.dumps(content))
+    if "/model" in message:
+        (tmp_path / "model").mkdir()
+    with pytest.raises(error, match=message.format(path=tmp_path)):
+        training_step(dataclasses.replace(config, checkpoint=str(tmp_path)))
