@@ -22,16 +22,14 @@ from effjax.train.mesh import make_mesh, replicated
 from effjax.train.optimizers import make_sgd
 from tests.train import small
 
-WAYS = ["jit", "shard_map", "pmap"]
-
 
 @pytest.fixture(scope="module")
-def runs(mesh8):
-    """Losses and final states of three steps: each way on 8 devices, and jit on one."""
-    devices = list(mesh8.devices.flat)
+def train(mesh8):
+    """Return a function that takes three steps, and returns losses and the final state."""
     first = None
 
-    def run(parallel, devices):
+    def train(parallel, num_devices=8):
+        nonlocal first
         config = DenseNetRunConfig(
             batch_size=32, learning_rate=0.02, parallel=parallel, epochs=2, validation=0
         )
@@ -39,32 +37,32 @@ def runs(mesh8):
             # Dropout would draw by device.
             builder = functools.partial(small.builder, drop_rate=0.0)
             patch.setattr("effjax.train.images.task.model_builder", builder)
-            task = prepare(config, devices, small.dataset(train=100))
-        step, mesh = task.make_step(), task.mesh
-        nonlocal first
+            task = prepare(config, [*mesh8.devices.flat][:num_devices], small.dataset(train=100))
+        step = task.make_step()
         first = first or jax.device_get(task.initial_state())
-        state = jax.device_put(first, replicated(mesh))
-        losses = []
+        state, losses = jax.device_put(first, replicated(task.mesh)), []
         for batch in task.local_batches(epoch=1):
             before = jax.tree.leaves(state.params)[0]
             state, metrics = step(state, batch, jax.random.key(0))
             assert before.is_deleted()  # donated
             losses.append([float(metrics.loss), int(metrics.correct)])
         assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+        assert len(losses) == int(state.step) == 3
         return losses, jax.device_get(state)
 
-    return {"one device": run("jit", devices[:1])} | {way: run(way, devices) for way in WAYS}
+    return train
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_three_ways_take_the_same_steps(runs, way):
-    losses, state = runs[way]
-    expected_losses, expected_state = runs["one device"]
-    assert len(losses) == 3
+@pytest.fixture(scope="module")
+def on_one_device(train):
+    return train("jit", 1)
+
+
+@pytest.mark.parametrize("way", ["jit", "shard_map", "pmap"])
+def test_three_ways_take_the_same_steps(train, on_one_device, way):
+    (losses, state), (expected_losses, expected) = train(way), on_one_device
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-    assert int(state.step) == 3
-    for got, expected in zip(jax.tree.leaves(state), jax.tree.leaves(expected_state), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 2e-5), state, expected)
 
 
 class Noise(nnx.Module):
@@ -108,31 +106,29 @@ def test_weight_decay_is_of_kernels_only():
     np.testing.assert_array_equal(updates["scale"], 0)
 
 
-def stem(size, **options):
-    """Return the shape of the first kernel for images of a size."""
-    build: Any = model_builder(DenseNetRunConfig(**options), (size, size, 1), 5)
-    model: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    return model.stem_conv.kernel.shape
+def model_of(config, size, channels=3):
+    build: Any = model_builder(config, (size, size, channels), 5)
+    return nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
 
 
-def test_small_inputs_by_image_size():
-    assert stem(8, depth=10) == (3, 3, 1, 24)
-    assert stem(96, depth=10) == (7, 7, 1, 24)
-    assert stem(96, depth=10, small_inputs=True) == (3, 3, 1, 24)
+@pytest.mark.parametrize(
+    ("size", "options", "kernel"), [(8, {}, 3), (96, {}, 7), (96, {"small_inputs": True}, 3)]
+)
+def test_small_inputs_by_image_size(size, options, kernel):
+    model = model_of(DenseNetRunConfig(depth=10, **options), size, 1)
+    assert model.stem_conv.kernel.shape == (kernel, kernel, 1, 24)
 
 
 def test_resnet_options():
     config = ResNetRunConfig(
         depth=50, dcn="v1", efficient=False, save="features", parallel="pmap", data="folder:x"
     )
-    build: Any = model_builder(config, (224, 224, 3), 5)
-    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    model = model_of(config, 224)
     assert model.stage_with_dcn == (False, True, True, True) and not model.modulated
     assert not model.efficient and model.save == "features" and not model.small_inputs
     assert model.axis_name == "data" and model.num_classes == 5
     config = ResNetRunConfig(model="resnext50_32x4d")
-    build = model_builder(config, (224, 224, 3), 5)
-    model = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    assert model.feature_group_count == 32 and config.network == "resnext50_32x4d"
+    assert model_of(config, 224).feature_group_count == 32
+    assert config.network == "resnext50_32x4d"
     with pytest.raises(TrainError, match=r"`model` \(='resnet77'\) must be one of resnet8, "):
-        model_builder(ResNetRunConfig(model="resnet77"), (224, 224, 3), 5)
+        model_of(ResNetRunConfig(model="resnet77"), 224)
