@@ -40,21 +40,32 @@ def load(folder, tmp_path):
     return load
 
 
-@pytest.mark.parametrize(
-    ("name", "turns"),
-    [
-        ("chatml", ["Yes.<|im_end|>\n", "Sure 🎉<|im_end|>\n"]),
-        ("generation", ["Yes.<|im_end|>", "Sure 🎉<|im_end|>"]),
-        ("llama3", ["Yes.<|eot_id|>", "Sure 🎉<|eot_id|>"]),
-        ("mistral", [" Yes.</s>", " Sure 🎉</s>"]),
-    ],
+# Spans do not depend on when a block is written.
+MACRO = (
+    "{% macro turn(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+    "{% set text %}{% for m in messages %}{{ m.role }}:{{ turn(m) }};{% endfor %}{% endset %}"
+    "<{{ text }}>"
 )
-def test_turns_of_the_assistant(load, name, turns):
-    tokenizer = load(TEMPLATES[name])
-    assert tokenizer.marks_generation == (name == "generation")
-    ((text, spans),) = tokenizer.render_turns(CONVERSATION)
+
+
+@pytest.mark.parametrize(
+    ("template", "first", "turns"),
+    [
+        (TEMPLATES["chatml"], 0, ["Yes.<|im_end|>\n", "Sure 🎉<|im_end|>\n"]),
+        (TEMPLATES["chatml"], 1, ["Yes.<|im_end|>\n", "Sure 🎉<|im_end|>\n"]),
+        (TEMPLATES["generation"], 0, ["Yes.<|im_end|>", "Sure 🎉<|im_end|>"]),
+        (TEMPLATES["llama3"], 0, ["Yes.<|eot_id|>", "Sure 🎉<|eot_id|>"]),
+        (TEMPLATES["mistral"], 0, [" Yes.</s>", " Sure 🎉</s>"]),
+        (MACRO, 2, ["Sure?", "Sure 🎉"]),
+    ],
+    ids=range(6),
+)
+def test_turns_of_the_assistant(load, template, first, turns):
+    tokenizer, messages = load(template), CONVERSATION[first:]
+    assert tokenizer.marks_generation == ("generation %}" in template)
+    ((text, spans),) = tokenizer.render_turns(messages)
     assert [text[first:last] for first, last in spans] == turns
-    assert text == tokenizer.render(CONVERSATION)
+    assert text == tokenizer.render(messages)
 
 
 def test_turns_that_change_when_others_follow(load):
@@ -66,25 +77,6 @@ def test_turns_that_change_when_others_follow(load):
     text, ((begin, end),) = second
     assert text.startswith(question + "Yes.<|im_end|>\n<|im_start|>user\nSure?")
     assert text[begin:] == "<think>\n\n</think>\n\nSure 🎉<|im_end|>\n" and end == len(text)
-
-
-def test_a_conversation_that_begins_with_the_assistant(load):
-    ((text, spans),) = load().render_turns(CONVERSATION[1:])
-    assert text[slice(*spans[0])] == "Yes.<|im_end|>\n"
-
-
-# Spans do not depend on when a block is written.
-MACRO = (
-    "{% macro turn(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
-    "{% set text %}{% for m in messages %}{{ m.role }}:{{ turn(m) }};{% endfor %}{% endset %}"
-    "<{{ text }}>"
-)
-
-
-def test_generation_blocks_in_macros(load):
-    ((text, spans),) = load(MACRO).render_turns(CONVERSATION[2:])
-    assert text == "<user:Sure?;assistant:Sure 🎉;>"
-    assert [text[first:last] for first, last in spans] == ["Sure?", "Sure 🎉"]
 
 
 def test_names_of_templates(load):

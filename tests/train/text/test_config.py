@@ -26,13 +26,14 @@ FILES = dict(checkpoint="base", data="rows.jsonl")
         ({"patience": 2, "validation": 0.0}, "`patience` (=2) needs validation rows"),
         ({"data_weights": "1,2"}, "`data_weights` (=1,2) must have a number for each `data`"),
         ({"data_weights": "a"}, "`data_weights` (='a') must be numbers above 0"),
+        ({"num_microbatches": 2}, "`num_microbatches` (=2) needs a single device"),
         ({"num_microbatches": 3}, "`num_microbatches` (=3) must divide `batch_size` (=8)"),
         ({"validation": 1.5}, "`validation` (=1.5) must be a share"),
     ],
 )
 def test_rejects(options, message):
     with pytest.raises(TrainError) as error:
-        FinetuneConfig(**FILES, **options).resolve()
+        FinetuneConfig(**FILES, **options).resolve().check_devices(2)
     assert message in str(error.value)
 
 

@@ -29,16 +29,24 @@ def config(tmp_path_factory):
     return FinetuneConfig(checkpoint=str(file), max_length=32, batch_size=4)
 
 
-@vary("name", [*FORMS][::-1])
-def test_a_step_of_each_form(config, name):
-    form = dataclasses.replace(config, **FORMS[name])
+QUANTIZED = dict(offload="all", lora=2, quantize="nf4")
+
+
+@vary("form", [QUANTIZED, *FORMS.values()])
+def test_a_step_of_each_form(config, form):
+    form = dataclasses.replace(config, **form)
     step, state, batch, key = training_step(form)
     assert {a.shape for a in batch.values()} == {(4, 32)}
     new_state, (loss,) = step.trace(state, batch, key).out_info
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     assert loss.shape == ()
-    kinds = {a.sharding.memory_kind for a in state.model.layers.values()}
-    assert kinds == {"pinned_host" if form.offload in ("params", "all") else "device"}
+    layers = state.model.layers
+    kind = "pinned_host" if form.offload in ("params", "all") else "device"
+    assert {a.sharding.memory_kind for a in layers.values()} == {kind}
+    # A quantized step has codes in place of weights.
+    codes = [str(a.dtype) for name, a in layers.items() if name.endswith("_proj.weight.codes")]
+    weights = [name for name in layers if name.endswith("_proj.weight")]
+    assert (codes, len(weights)) == ((["uint8"] * 7, 0) if form.quantize else ([], 7))
 
 
 def test_a_step_is_that_of_the_run():
@@ -93,19 +101,6 @@ def test_min_bytes():
     assert one(activations="device") == (size, 0)
     assert four(activations="device") == (size // 4, 0)
     assert one(activations="host") == (0, size)
-
-
-def test_a_quantized_step(config):
-    """It has codes in place of weights, in host memory as these."""
-    config = dataclasses.replace(config, offload="all", lora=2, quantize="nf4")
-    step, state, batch, key = training_step(config)
-    new_state, _ = step.trace(state, batch, key).out_info
-    assert jax.tree.structure(new_state) == jax.tree.structure(state)
-    layers = state.model.layers
-    assert {a.sharding.memory_kind for a in layers.values()} == {"pinned_host"}
-    codes = [a for name, a in layers.items() if name.endswith("_proj.weight.codes")]
-    assert len(codes) == 7 and {str(a.dtype) for a in codes} == {"uint8"}
-    assert not [name for name in layers if name.endswith("_proj.weight")]
 
 
 def test_smaller_states(config):

@@ -104,25 +104,19 @@ def test_forms_of_other_programs(load):
         load([{"text": "a"}], columns="tools=b")
 
 
-@pytest.mark.parametrize(
-    ("rows", "notes"),
-    [
-        ([{"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [NO]}], ()),
-        (
-            [
-                {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, NO]},
-                {"prompt": "Why?", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, NO]},
-            ],
-            ("the prompt is what `chosen` and `rejected` begin with",),
-        ),
-    ],
-)
-def test_pairs_of_messages(load, rows, notes):
-    data = load([{**row, "score_chosen": 2} for row in rows], pairs=True)
-    answers = ANSWER["content"], NO["content"]
-    pair = [f"{PROMPT}⟦{answer}<|im_end|>\n⟧" for answer in answers]
-    assert show(data.train) == pair * len(rows)
-    assert data.notes == (*notes, "unused fields: score_chosen")
+FOUND = ("the prompt is what `chosen` and `rejected` begin with",)
+
+
+def test_pairs_of_messages(load):
+    for row, notes in (
+        ({"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [NO]}, ()),
+        ({"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, NO]}, FOUND),
+        ({"prompt": "Why?", "chosen": [QUESTION, ANSWER], "rejected": [QUESTION, NO]}, FOUND),
+    ):
+        data = load([{**row, "score_chosen": 2}], pairs=True)
+        answers = ANSWER["content"], NO["content"]
+        assert show(data.train) == [f"{PROMPT}⟦{answer}<|im_end|>\n⟧" for answer in answers]
+        assert data.notes == (*notes, "unused fields: score_chosen")
 
 
 def test_pairs_of_texts(load):
@@ -396,7 +390,7 @@ def test_digest(load, monkeypatch):
 
 
 def test_processes_agree(tmp_path):
-    """Two processes read the same sequences, whatever their hash seeds and threads."""
+    """Another process reads the same sequences, whatever its hash seed and threads."""
     folder, file = write_tokenizer(tmp_path / "checkpoint"), tmp_path / "rows.jsonl"
     rows = [{"messages": [QUESTION, {**ANSWER, "content": f"no. {i}"}]} for i in range(50)]
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -405,14 +399,11 @@ import datetime
 from effjax.train.text.chat import load_tokenizer
 from effjax.train.text.rows import load_rows
 tokenizer = load_tokenizer({str(folder)!r}, datetime.date(2026, 1, 2))
-print(load_rows({str(file)!r}, tokenizer, 30).digest)
+print(load_rows({str(file)!r}, tokenizer, 30).digest, end="")
 """
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": parallel},
-            check=True, capture_output=True, text=True,
-        ).stdout
-        for seed, parallel in (("1", "true"), ("2", "false"))
-    }  # fmt: skip
-    assert len(digests) == 1
+    digest = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": "1", "TOKENIZERS_PARALLELISM": "false"},
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    assert digest == load_rows(file, load_tokenizer(folder, TODAY), 30).digest
