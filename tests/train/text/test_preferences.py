@@ -1,4 +1,4 @@
-"""Direct preference optimization: its loss and gradients, packed pairs, and exact resume."""
+"""Direct preference optimization: its loss and gradients, and exact resume."""
 
 import functools
 import itertools
@@ -167,32 +167,14 @@ def test_forms_of_the_step(base, tmp_path, plain, form):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 0, 2e-5), params, want_params)
 
 
-def test_packed_pairs(base):
-    """Both answers of a pair are at the same place of the two rows, with its references."""
-    packed: Any = dpo_task(base, validation=0).data.train
-    packed.references[:] = np.arange(2 * len(PAIRS)).reshape(-1, 2)
-    batch = packed.batch(np.array([*range(len(packed)), -1]))
-    seen = []
-    for row in range(len(packed)):
-        for place in range(int(batch["pairs"][row].sum())):
-            pair = int(batch["references"][row, place, 0]) // 2
-            seen.append(pair)
-            for side in range(2):
-                assert batch["references"][row, place, side] == 2 * pair + side
-                sequence = packed.sides[side].sequences.select(np.arange(len(PAIRS)) == pair)
-                chosen = batch["segment_ids"][row, side] == place + 1
-                np.testing.assert_array_equal(batch["tokens"][row, side][chosen], sequence.tokens)
-    assert sorted(seen) == list(range(len(PAIRS))) and packed.pairs_per_row > 1
-    assert all(not a[-1].any() for a in batch.values())
-    assert packed.efficiency == pytest.approx((batch["segment_ids"] > 0)[:-1].mean())
-
-
 def test_the_planner_has_the_shapes_of_a_batch(base):
-    single, packed = (
-        next(dpo_task(base, packing=packing, batch_size=4).batches(0)) for packing in (False, True)
-    )
+    tasks = [dpo_task(base, packing=packing, batch_size=4) for packing in (False, True)]
+    single, packed = (next(task.batches(0)) for task in tasks)
     options: dict[str, Any] = {"loss": "dpo", "batch_size": 4, "max_length": LENGTH}
     shapes = {name: (a.shape, str(a.dtype)) for name, a in single.items()}
     assert FinetuneConfig(packing=False, **options).batch_shapes() == shapes
     of_packed = FinetuneConfig(**options).batch_shapes()
     assert of_packed.keys() == packed.keys() and of_packed["tokens"] == shapes["tokens"]
+    rows: Any = tasks[1].data.train
+    is_used = rows.batch(np.arange(len(rows)))["segment_ids"] > 0
+    assert rows.efficiency == pytest.approx(is_used.mean())
