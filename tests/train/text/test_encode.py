@@ -44,8 +44,8 @@ KINDS = {
     "metaspace": (None, pre_tokenizers.Metaspace(prepend_scheme="first"), 2),
     "bert": (None, pre_tokenizers.BertPreTokenizer(), 2),
     # These are hardly cut: the first makes one word of a text, and the second strips each part.
-    "one word": (normalizers.Replace(" ", "▁"), None, 8),
-    "strip": (normalizers.Strip(), byte_level(), 22),
+    "one word": (normalizers.Replace(" ", "▁"), None, 3),
+    "strip": (normalizers.Strip(), byte_level(), 21),
 }
 
 
@@ -70,10 +70,14 @@ class Backend:
         return self.tokenizer.encode(text, **options)
 
 
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch):
+    monkeypatch.setattr(encode, "PART", 1000)
+    monkeypatch.setattr(encode, "MARGIN", 100)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_have_the_tokens_of_the_whole(monkeypatch, kind):
-    monkeypatch.setattr(encode, "PART", 400)
-    monkeypatch.setattr(encode, "MARGIN", 80)
+def test_parts_have_the_tokens_of_the_whole(kind):
     *parts, num_whole = KINDS[kind]
     backend = Backend(*parts)
     texts = [make_text(300, 10 + seed) for seed in range(20)]
@@ -84,12 +88,10 @@ def test_parts_have_the_tokens_of_the_whole(monkeypatch, kind):
         np.testing.assert_array_equal(
             np.reshape(found.offsets, (-1, 2)), np.reshape(whole.offsets, (-1, 2))
         )
-    assert sum(length > 400 for length in backend.lengths) == num_whole
+    assert sum(length > 1000 for length in backend.lengths) == num_whole
 
 
-def test_little_is_tokenized_twice(monkeypatch):
-    monkeypatch.setattr(encode, "PART", 1000)
-    monkeypatch.setattr(encode, "MARGIN", 100)
+def test_little_is_tokenized_twice():
     backend, text = Backend(None, byte_level()), make_text(5000, 0)
     encode.encode_texts(backend, [text])
     assert max(backend.lengths) == 1000 and sum(backend.lengths) < 1.4 * len(text)
