@@ -24,6 +24,10 @@ from tests.train import small
 
 SIDE, CLASSES = 8, 5
 TABLES = {"resnet": convert.RESNET, "densenet": convert.DENSENET}
+CONFIGS = {
+    "resnet": functools.partial(ResNetRunConfig, depth=8),
+    "densenet": functools.partial(DenseNetRunConfig, depth=10, growth_rate=4),
+}
 OPTIONS = {"batch_size": 16, "validation": 0, "epochs": 2, "weight_decay": 0.1}
 
 
@@ -56,10 +60,7 @@ def write_weights(kind="resnet", num_classes=7):
 
 
 def task_of(kind="resnet", init_from="weights.safetensors", channels=3, resume=False, **options):
-    options = OPTIONS | options | {"init_from": init_from}
-    config = ResNetRunConfig(**{"depth": 8} | options)
-    if kind == "densenet":
-        config = DenseNetRunConfig(depth=10, growth_rate=4, **options)
+    config = CONFIGS[kind](**OPTIONS | options, init_from=init_from)
     dataset = small.dataset(size=SIDE, channels=channels, classes=CLASSES)
     return prepare(config, jax.devices()[:1], dataset, resume)
 

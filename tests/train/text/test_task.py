@@ -199,7 +199,7 @@ def test_length_of_a_run(base):
     assert steps == [[2, 4], [2, 4, 5], [3]]
 
 
-def test_resumes_with_the_same_rows_only(trained, base, tmp_path):
+def test_resumes_with_the_same_rows_and_model_only(trained, base, tmp_path):
     _, run, _ = trained
     rows = tmp_path / "rows.jsonl"
     rows.write_text((base / "rows.jsonl").read_text().replace("3:", "4:"))
@@ -208,6 +208,10 @@ def test_resumes_with_the_same_rows_only(trained, base, tmp_path):
     moved = shutil.copytree(base, tmp_path / "moved")
     assert fit(finetune_task(moved, keep=3, resume=True), run, resume=True).best_step == 6
     assert run.read_config()["options"]["checkpoint"] == str(moved)
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(TrainError, match="was started with the weights of another checkpoint"):
+        fit(finetune_task(moved, resume=True), run, resume=True)
 
 
 def test_does_not_resume_with_a_changed_byte(tmp_path):
