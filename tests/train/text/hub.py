@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+PREFIXES = {"model": "", "dataset": "datasets/"}
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -21,30 +22,25 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].lstrip("/")
+        content = self.rfile.read(int(self.headers["Content-Length"] or 0)).decode()
+        wanted = parse_qs(content).get("paths")  # by default all
         for kind, name, folder in self.server.repositories:
+            api, resolve = f"api/{kind}s/{name}", f"{PREFIXES[kind]}{name}/resolve/"
             files = {file.name: file for file in folder.iterdir() if file.is_file()}
-            api = f"api/{kind}s/{name}"
-            if path.startswith(f"{api}/revision/") or path == api:
+            if path == api or path.startswith(f"{api}/revision/"):
                 return self.answer(json.dumps({"id": name, "sha": COMMIT}).encode())
-            entries = [
-                {"type": "file", "path": name, "size": file.stat().st_size, "oid": "0" * 40}
-                for name, file in files.items()
-            ]
-            if path == f"{api}/tree/{COMMIT}":
+            if path in (f"{api}/tree/{COMMIT}", f"{api}/paths-info/{COMMIT}"):
+                entries = [
+                    {"type": "file", "path": name, "size": file.stat().st_size, "oid": "0" * 40}
+                    for name, file in files.items()
+                    if wanted is None or name in wanted
+                ]
                 return self.answer(json.dumps(entries).encode())
-            if path == f"{api}/paths-info/{COMMIT}":
-                length = int(self.headers["Content-Length"])
-                wanted = parse_qs(self.rfile.read(length).decode())["paths"]
-                entries = [entry for entry in entries if entry["path"] in wanted]
-                return self.answer(json.dumps(entries).encode())
-            prefix = f"{'datasets/' if kind == 'dataset' else ''}{name}/resolve/"
-            if path.startswith(prefix):
-                file = path.removeprefix(prefix).partition("/")[2]
-                if file not in files:
-                    return self.answer(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
+            file = path.removeprefix(resolve).partition("/")[2]
+            if path.startswith(resolve) and file in files:
                 self.server.downloaded += [file] if self.command == "GET" else []
                 return self.answer(files[file].read_bytes())
-            if path.startswith(f"{api}/tree/"):  # a folder, of which there is none
+            if path.startswith((resolve, f"{api}/tree/")):  # there are no folders
                 return self.answer(b"{}", 404, {"X-Error-Code": "EntryNotFound"})
         self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
 
@@ -53,11 +49,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, body: bytes, status: int = 200, headers: Mapping[str, str] = {}) -> None:
         self.send_response(status)
         etag = hashlib.sha1(body).hexdigest()
-        for name, value in (
-            ("Content-Length", len(body)), ("ETag", f'"{etag}"'), ("X-Repo-Commit", COMMIT),
-            *headers.items(),
-        ):  # fmt: skip
-            self.send_header(name, str(value))
+        sent = {"Content-Length": str(len(body)), "ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}
+        for name, value in {**sent, **headers}.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

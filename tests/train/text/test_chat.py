@@ -8,7 +8,7 @@ import pytest
 
 from effjax.train.errors import DataError
 from effjax.train.text.chat import load_tokenizer
-from tests.train.text.tiny_checkpoint import CHATML, CHATML_GENERATION, TEMPLATES, write_tokenizer
+from tests.train.text.tiny_checkpoint import CHATML, TEMPLATES, write_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -197,7 +197,7 @@ def test_truncation_and_padding_of_the_file(load, tmp_path):
     ],
 )
 def test_invalid_files(load, tmp_path, name, content, words):
-    load(CHATML_GENERATION)
+    load(TEMPLATES["generation"])
     (tmp_path / name).unlink(missing_ok=True)
     if content is not None:
         (tmp_path / name).write_bytes(content)

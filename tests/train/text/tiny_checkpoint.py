@@ -7,7 +7,9 @@ from effjax.train.text import tiny
 from effjax.train.text.tiny import CHATML
 
 # Templates in the formats of model families, written for the tests.
-CHATML_GENERATION = """\
+TEMPLATES = {
+    "chatml": CHATML,
+    "generation": """\
 {%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.role == 'assistant' %}
@@ -20,8 +22,8 @@ CHATML_GENERATION = """\
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
-"""
-LLAMA3 = """\
+""",
+    "llama3": """\
 {{- bos_token }}
 {%- if messages[0].role != 'system' %}
     {{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday Date: ' + strftime_now('%d %b %Y') }}
@@ -37,9 +39,9 @@ LLAMA3 = """\
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
-"""
-# Reasoning before the last question is removed, and an answer to it begins with reasoning.
-QWEN3 = """\
+""",
+    # Reasoning before the last question is removed, and an answer to it begins with reasoning.
+    "qwen3": """\
 {%- set ns = namespace(last=-1) %}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
@@ -58,8 +60,8 @@ QWEN3 = """\
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
-"""
-MISTRAL = """\
+""",
+    "mistral": """\
 {{- bos_token }}
 {%- for message in messages %}
     {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
@@ -71,13 +73,7 @@ MISTRAL = """\
         {{- ' ' + message.content + eos_token }}
     {%- endif %}
 {%- endfor %}
-"""
-TEMPLATES = {
-    "chatml": CHATML,
-    "generation": CHATML_GENERATION,
-    "llama3": LLAMA3,
-    "qwen3": QWEN3,
-    "mistral": MISTRAL,
+""",
 }
 SPECIAL = (
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
