@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import sys
 
 import pytest
 
@@ -186,7 +185,6 @@ def test_truncation_and_padding_of_the_file(load, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("tokenizer.json", None, "cannot be read (No such file"),
         ("tokenizer.json", b"{}", "is not a tokenizer"),
         ("tokenizer_config.json", None, "cannot be read"),
         ("tokenizer_config.json", b"{", "is not JSON"),
@@ -204,9 +202,3 @@ def test_invalid_files(load, tmp_path, name, content, words):
     with pytest.raises(DataError) as error:
         load_tokenizer(tmp_path, TODAY)
     assert f"{name}: {words}" in str(error.value)
-
-
-def test_missing_package(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(DataError, match=r"jinja2.* is missing\. Run pip install"):
-        load_tokenizer(folder, TODAY)
