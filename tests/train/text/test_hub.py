@@ -38,10 +38,10 @@ def test_trains_and_generates_from_the_hub(server, base, monkeypatch):
     assert task.base is not None and task.describe()["base"] == local.describe()["base"]
     assert task.digest_base() == local.digest_base()
     assert not {"rows.jsonl"} & set(server.downloaded)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert find_base(f"{NAME}@{COMMIT}", None).folder == find_base(NAME, None).folder
     model = find_model(NAME, None, datetime.date(2026, 1, 31))
     assert str(model.base.repository) == f"{NAME}@{COMMIT}" and model.adapter is None
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_base(f"{NAME}@{COMMIT}", None).folder == find_base(NAME, None).folder
 
 
 def test_a_folder_has_precedence(server, base, tmp_path):
