@@ -57,9 +57,6 @@ def layers_of(stacked):
     return reference.unstack(to_device(stacked), LAYERS)
 
 
-close = assert_close  # the name in tests/layers/test_offload_optimizer.py
-
-
 # Functions with all kinds of arguments and results. Batches are ``{"tokens", "factor"}``; the loss
 # of a row is multiplied by its factor.
 
