@@ -2,17 +2,17 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import _slices, to_device, to_host
@@ -36,6 +36,11 @@ def save(path, scores, keep=9):
         for step, score in scores.items():
             checkpoints.save(step, state(step), score=None if score is None else (score,))
     return path
+
+
+def assert_intact(checkpoints, step):
+    restored = checkpoints.restore(state(step), step)
+    jax.tree.map(np.testing.assert_array_equal, restored, state(step))
 
 
 def flip_bit(folder):
@@ -69,48 +74,25 @@ def test_saved_state_may_be_donated(tmp_path, mesh4x2, kind):
         np.testing.assert_array_equal(a, np.full(SHAPE, number, np.float32))
 
 
-def test_restores_on_other_devices(tmp_path, mesh8, mesh4x2):
-    a = np.arange(64, dtype=np.float32).reshape(8, 8)
-    split = {"split": jax.device_put(a, NamedSharding(mesh8, P("data"))), "step": np.int32(3)}
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, split)
-        checkpoints.wait()
-        where = NamedSharding(mesh4x2, P("model", "data"))
-        for like, expected in (
-            (jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), where),
-            (jax.ShapeDtypeStruct(a.shape, a.dtype), SingleDeviceSharding(jax.devices()[0])),
-        ):
-            shapes = {"split": like, "step": jax.ShapeDtypeStruct((), np.int32)}
-            restored = checkpoints.restore(shapes, 1)
-            np.testing.assert_array_equal(restored["split"], a)
-            assert restored["split"].sharding == expected and int(restored["step"]) == 3
-
-
-def mixed_state(places):
-    """Return arrays of several dtypes and numbers of axes, in turn in one of the places."""
-    rng = np.random.default_rng(0)
-    arrays = {
-        "rows": rng.normal(size=(24, 5)).astype(np.float32),  # as long as the axes of meshes
-        "columns": rng.normal(size=(7, 8, 8)).astype(jnp.bfloat16),
-        "bytes": rng.integers(0, 256, (16, 16), np.uint8),
-        "vector": np.arange(8.0, dtype=np.float32),
-        "zeros": np.zeros((8, 8), np.float32),
-    }
-    state = {name: jax.device_put(a, places[name]) for name, a in arrays.items()}
-    scalars = {"step": jnp.int32(3), "key": jax.random.key(5), "keys": jax.random.split(KEY, 4)}
-    return state | jax.device_put(scalars, places["rest"])
-
-
 KEY = jax.random.key(7, impl="rbg")
 
 
-def mixed_places(mesh, axis, kind="device"):
-    specs = {
-        "rows": P(axis), "columns": P(None, axis), "bytes": P(None, axis), "vector": P(axis),
-        "zeros": P(), "rest": P(),
-    }  # fmt: skip
-    places = {name: NamedSharding(mesh, spec, memory_kind=kind) for name, spec in specs.items()}
-    return places | {"rest": NamedSharding(mesh, P())}
+def mixed_state(mesh, axis, kind="device"):
+    """Return arrays of several dtypes and numbers of axes, on a mesh."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "rows": (P(axis), rng.normal(size=(24, 5)).astype(np.float32)),  # as long as the meshes
+        "columns": (P(None, axis), rng.normal(size=(7, 8, 8)).astype(jnp.bfloat16)),
+        "bytes": (P(None, axis), rng.integers(0, 256, (16, 16), np.uint8)),
+        "vector": (P(axis), np.arange(8.0, dtype=np.float32)),
+        "zeros": (P(), np.zeros((8, 8), np.float32)),
+    }
+    state = {
+        name: jax.device_put(a, NamedSharding(mesh, spec, memory_kind=kind))
+        for name, (spec, a) in arrays.items()
+    }
+    scalars = {"step": jnp.int32(3), "key": jax.random.key(5), "keys": jax.random.split(KEY, 4)}
+    return state | jax.device_put(scalars, NamedSharding(mesh, P()))
 
 
 def shapes_of(state):
@@ -129,25 +111,27 @@ def assert_same(actual, expected):
 
 @vary("slice_bytes", [60, 16, 200, 1 << 20])
 @vary("on_cpu", [True, False])
-def test_slices(tmp_path, monkeypatch, mesh8, mesh4x2, slice_bytes, on_cpu):
+def test_restores_on_other_devices(tmp_path, monkeypatch, mesh8, mesh4x2, slice_bytes, on_cpu):
     """Slices are parts of shards, and need not be parts of those that are restored."""
     monkeypatch.setattr(array_handler, "SLICE_BYTES", slice_bytes)
     if not on_cpu:  # read and written by programs, as on a GPU
         monkeypatch.setattr(_slices, "_is_cpu", lambda place: False)
-    saved = mixed_state(mixed_places(mesh8, "data"))
-    others = [
-        mixed_state(mixed_places(mesh4x2, axis, kind))
-        for axis, kind in (("model", "device"), (("model", "data"), "pinned_host"))
-    ]
+    saved = mixed_state(mesh8, "data")
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, saved)
         checkpoints.wait()
+        others = (
+            mixed_state(mesh4x2, "model"),
+            mixed_state(mesh4x2, ("model", "data"), "pinned_host"),
+        )
         for state in (saved, *others):
             assert_same(checkpoints.restore(shapes_of(state), 1), state)
+        nowhere = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), saved)
+        assert_same(checkpoints.restore(nowhere, 1), jax.device_put(saved, jax.devices()[0]))
 
 
 def test_orbax_restores_a_checkpoint(tmp_path, mesh4x2):
-    saved = mixed_state(mixed_places(mesh4x2, "model"))
+    saved = mixed_state(mesh4x2, "model")
     saved |= {name: jax.random.key_data(saved[name]) for name in ("key", "keys")}
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, saved)
@@ -156,62 +140,39 @@ def test_orbax_restores_a_checkpoint(tmp_path, mesh4x2):
     assert_same(restored, saved)
 
 
-@pytest.mark.parametrize("change", [{"shape": (3001,)}, {"dtype": np.int32}])
-def test_a_state_of_another_shape_or_dtype(tmp_path, change):
-    save(tmp_path, {1: 0.1})
-    like = {"shape": (3000,), "dtype": np.float32} | change
-    with Checkpoints(tmp_path) as checkpoints, pytest.raises(TrainError, match="does not match"):
-        checkpoints.restore({"a": jax.ShapeDtypeStruct(**like), "step": np.int32(0)}, 1)
-
-
 def test_a_save_that_fails_waits_for_its_other_writes(tmp_path, monkeypatch):
     """Otherwise they would read memory that the next program uses."""
     monkeypatch.setattr(array_handler, "SLICE_BYTES", 4000)
-    waited = []
-
-    class Write:
-        def exception(self):
-            waited.append(self)
-
-    class Store:  # for three slices, on a disk that is full at the last one
-        started = 0
-
-        def result(self):
-            return self
-
-        def __getitem__(self, index):
-            return self
-
-        def write(self, rows, **_):
-            if self.started == 2:
-                raise OSError(28, "No space left on device")
-            self.started += 1
-            return Write()
-
-    monkeypatch.setattr(array_handler, "_create", lambda info, a: Store())
+    store, writes = mock.MagicMock(), [mock.Mock(), mock.Mock()]
+    store.result.return_value = store.__getitem__.return_value = store
+    # The disk is full at the last of three slices.
+    store.write.side_effect = [*writes, OSError(28, "No space left on device")]
+    monkeypatch.setattr(array_handler, "_create", lambda info, a: store)
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(OSError, match="No space left"):
             checkpoints.save(1, state(1))
-        assert len(waited) == 2 and checkpoints.steps == []
+        assert all(write.exception.called for write in writes) and checkpoints.steps == []
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(1, [2, 5]), (2, [2, 4, 5]), (9, [2, 3, 4, 5])])
-def test_keeps_the_best_and_the_last_ones(tmp_path, keep, kept):
-    scores = {0: None, 1: None, 2: 0.9, 3: 0.1, 4: 0.3, 5: 0.2}
-    with Checkpoints(save(tmp_path, scores, keep)) as checkpoints:
+@pytest.mark.parametrize(
+    ("keep", "saved", "kept"),
+    [
+        (1, [{0: None, 1: None, 2: 0.9, 3: 0.1, 4: 0.3, 5: 0.2}], [2, 5]),
+        (2, [{0: None, 1: None, 2: 0.9, 3: 0.1, 4: 0.3, 5: 0.2}], [2, 4, 5]),
+        (9, [{0: None, 1: None, 2: 0.9, 3: 0.1, 4: 0.3, 5: 0.2}], [2, 3, 4, 5]),
+        (1, [{0: None, 1: None, 2: None}], [0, 2]),
+        (1, [{2: 0.5, 3: None, 4: None}], [2, 4]),
+        (1, [{2: 0.5, 3: None, 4: None}, {6: 0.4}], [2, 6]),  # of a process that resumes
+    ],
+)
+def test_keeps_the_best_and_the_last_ones(tmp_path, keep, saved, kept):
+    for scores in saved:
+        save(tmp_path, scores, keep)
+    with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps == kept
-        assert checkpoints.evaluated_steps[0] == 2
-
-
-def test_keeps_the_newest_one_and_one_before_it(tmp_path):
-    save(tmp_path / "early", {0: None, 1: None, 2: None}, keep=1)
-    assert {path.name for path in (tmp_path / "early").iterdir()} == {"0", "2"}
-    save(tmp_path / "late", {2: 0.5, 3: None, 4: None}, keep=1)
-    with Checkpoints(tmp_path / "late") as checkpoints:  # as a process that resumes
-        assert checkpoints.steps == [2, 4] and checkpoints.evaluated_steps == [2]
-        checkpoints.save(6, state(6), score=(0.4,))
-        checkpoints.wait()
-        assert checkpoints.steps == [2, 6] and checkpoints.evaluated_steps == [2, 6]
+        scores = dict(item for part in saved for item in part.items())
+        evaluated = [step for step in kept if scores[step] is not None]
+        assert checkpoints.evaluated_steps == sorted(evaluated, key=lambda step: -scores[step])
 
 
 def test_metrics_are_saved_exactly(tmp_path):
@@ -224,84 +185,71 @@ def test_metrics_are_saved_exactly(tmp_path):
 
 def test_detects_changed_missing_and_additional_files(tmp_path):
     folder = save(tmp_path, {2: 0.5}) / "2"
-    covered = {f for f in folder.rglob("*") if f.is_file()}
-    covered -= {folder / name for name in WRITTEN_AFTER_MANIFEST}
-    manifest = json.loads((folder / MANIFEST).read_text())
-    assert {folder / name for name in manifest["files"]} == covered - {folder / MANIFEST}
+    without_digest = {folder / name for name in WRITTEN_AFTER_MANIFEST}
     with Checkpoints(tmp_path) as checkpoints:
-
-        def assert_damaged(match):
-            with pytest.raises(TrainError, match=rf"2 is damaged \(.*{match}"):
-                checkpoints.restore(state(2), 2)
-
-        for file in sorted(covered):
-            content, is_manifest = file.read_bytes(), file.name == MANIFEST
+        for file in sorted({f for f in folder.rglob("*") if f.is_file()} - without_digest):
+            content = file.read_bytes()
             file.write_bytes(content[:-2] + bytes([content[-2] ^ 1]) + content[-1:])
-            assert_damaged("no intact manifest" if is_manifest else "has changed")
+            assert file.name in (checkpoints.find_damage(2) or "")
             file.unlink()
-            assert_damaged("no manifest.json; versions .* wrote" if is_manifest else "is missing")
+            assert file.name in (checkpoints.find_damage(2) or "")
             file.write_bytes(content)
         (folder / "default" / "more").touch()
-        assert_damaged("default/more is not in its manifest")
+        with pytest.raises(TrainError, match=r"2 is damaged \(default/more is not in"):
+            checkpoints.restore(state(2), 2)
         (folder / "default" / "more").unlink()
-        assert checkpoints.find_damage(2) is None
-        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(state(2), 2), state(2))
-    shutil.copytree(folder, tmp_path / "3")
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.find_damage(3) == "its files are those of step 2"
+        assert_intact(checkpoints, 2)
 
 
 def test_falls_back_to_the_newest_intact_checkpoint(tmp_path):
+    """Other files, folders and links are no checkpoints."""
     save(tmp_path, {1: 0.1, 2: 0.2, 3: 0.3, 4: None})
     flip_bit(tmp_path / "4")
     (tmp_path / "3" / MANIFEST).unlink()
+    (tmp_path / "7").write_text("a file")
+    for name in ("007", "-1", "8", "8.orbax-checkpoint-tmp", "metadata"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "9").symlink_to("2")
+    (tmp_path / "10").symlink_to("10")
     messages = []
     with Checkpoints(tmp_path, keep=9) as checkpoints:
+        assert checkpoints.evaluated_steps == [2, 1]
         step, restored = checkpoints.restore_first_intact(
             state(0), checkpoints.steps[::-1], messages.append
         )
-        assert step == 2
+        assert step == 2 and checkpoints.steps == [1, 2]
         jax.tree.map(np.testing.assert_array_equal, restored, state(2))
-        assert checkpoints.steps == [1, 2] and checkpoints.evaluated_steps == [2, 1]
-        checkpoints.save(4, state(4), score=(0.4,))  # the number is free again
-    assert messages == [
-        f"{tmp_path}/4 is damaged ({messages[0].split('(')[1].split(')')[0]}) and was renamed to "
-        f"damaged-4. Using {tmp_path}/2",
-        f"{tmp_path}/3 is damaged (no manifest.json; versions of effjax before 0.1.0 wrote none) "
-        f"and was renamed to damaged-3. Using {tmp_path}/2",
-    ]
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "2", "4", "damaged-3", "damaged-4"}
-
-
-def test_renames_nothing_if_no_checkpoint_is_intact(tmp_path):
-    save(tmp_path, {1: 0.1, 2: 0.2})
-    for step in "12":
-        flip_bit(tmp_path / step)
-    message = r"no checkpoint is intact \(2: .*, 1: "
-    with (
-        Checkpoints(tmp_path) as checkpoints,
-        pytest.raises(TrainError, match=message),
-    ):
-        checkpoints.restore_first_intact(state(0), checkpoints.steps[::-1], print)
-    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+        checkpoints.save(8, state(8), score=(0.4,))  # the number is free again
+    for step, message in zip((9, 8, 4, 3), messages, strict=True):
+        assert message.startswith(f"{tmp_path}/{step} is damaged (")
+        assert message.endswith(f"renamed to damaged-{step}. Using {tmp_path}/2")
+        assert (tmp_path / f"damaged-{step}").exists()
+    assert "its files are those of step 2" in messages[0]
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps == [1, 2, 8] and checkpoints.evaluated_steps == [8, 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("error", "match"),
+    ("like", "failure", "match"),
     [
-        (ValueError("structures differ"), "2 is intact, but does not match the model in config"),
-        (OSError(5, "Input/output error"), r"2 cannot be read \(Input/output error\)"),
+        ({"shape": (3001,)}, None, "2 is intact, but does not match the model"),
+        ({"dtype": np.int32}, None, "does not match"),
+        ({}, OSError(5, "Input/output error"), r"2 cannot be read \(Input/output error\)"),
+        ({}, "flipped bits", r"no checkpoint is intact \(2: .*, 1: "),
     ],
 )
-def test_an_intact_checkpoint_is_not_renamed(tmp_path, monkeypatch, error, match):
-    def fail(*_, **__):
-        raise error
-
+def test_renames_nothing_if_nothing_is_restored(tmp_path, monkeypatch, like, failure, match):
     save(tmp_path, {1: 0.1, 2: 0.2})
-    monkeypatch.setattr("orbax.checkpoint.CheckpointManager.restore", fail)
+    if failure == "flipped bits":
+        flip_bit(tmp_path / "1")
+        flip_bit(tmp_path / "2")
+    elif failure:
+        restore = mock.Mock(side_effect=failure)
+        monkeypatch.setattr("orbax.checkpoint.CheckpointManager.restore", restore)
+    a = jax.ShapeDtypeStruct(**{"shape": (3000,), "dtype": np.float32} | like)
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(TrainError, match=match):
-            checkpoints.restore_first_intact(state(0), checkpoints.steps[::-1], print)
+            checkpoints.restore_first_intact({"a": a, "step": np.int32(0)}, [2, 1], print)
         assert checkpoints.steps == [1, 2]
 
 
@@ -319,40 +267,18 @@ def test_a_checkpoint_of_another_version(tmp_path, change, version):
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
 
 
-def test_odd_names_beside_the_checkpoints(tmp_path):
-    save(tmp_path, {1: 0.1, 2: 0.2})
-    (tmp_path / "7").write_text("a file")
-    for name in ("007", "-1", "8", "8.orbax-checkpoint-tmp", "metadata"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "9").symlink_to("2")
-    (tmp_path / "10").symlink_to("10")
-    messages = []
-    with Checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.evaluated_steps == [2, 1]
-        step, _ = checkpoints.restore_first_intact(
-            state(0), checkpoints.steps[::-1], messages.append
-        )
-        assert step == 2 and checkpoints.steps == [1, 2]
-        assert "9 is damaged (its files are those of step 2)" in messages[0]
-        assert "8 is damaged (no manifest.json; versions of" in messages[1]
-        checkpoints.save(8, state(8), score=(0.3,))
-    assert (tmp_path / "8" / MANIFEST).exists()
-
-
 def test_nothing_reads_the_files_without_a_digest(tmp_path):
-    save(tmp_path, {1: 0.1, 2: 0.2})
-    for folder in (tmp_path / "1", tmp_path / "2"):
-        for name, content in zip(WRITTEN_AFTER_MANIFEST, ("[1]", ""), strict=True):
-            (folder / name).unlink()
-            (folder / name).write_text(content)
-    (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text("[" * 100_000)
+    folder = save(tmp_path, {1: 0.1, 2: 0.2}) / "2"
+    for name in WRITTEN_AFTER_MANIFEST:
+        (folder / name).unlink()
+        (folder / name).write_text("[" * 100_000)
     with Checkpoints(tmp_path) as checkpoints:
-        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(state(2), 2), state(2))
+        assert_intact(checkpoints, 2)
         checkpoints.save(3, state(3), score=(0.3,))
     (tmp_path / "3" / "_CHECKPOINT_METADATA").unlink()
     os.mkfifo(tmp_path / "3" / "_CHECKPOINT_METADATA")
     with Checkpoints(tmp_path) as checkpoints:
-        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(state(3), 3), state(3))
+        assert_intact(checkpoints, 3)
 
 
 def write_manifest(file, manifest):
@@ -391,7 +317,7 @@ def test_a_manifest_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.undo()
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.steps == [1, 2]
-        assert checkpoints.find_damage(1) is checkpoints.find_damage(2) is None
+        assert_intact(checkpoints, 1)
 
 
 def test_reads_without_writing(tmp_path):
