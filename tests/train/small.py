@@ -159,12 +159,16 @@ def assert_same_parameters(task, *runs, step=None):
         jax.tree.map(assert_same_bits, states[0], state)
 
 
+def assert_same_run(task, run, other):
+    """Assert that two runs have the same metrics and, at the last step, the same parameters."""
+    assert lines_without_times(run) == lines_without_times(other)
+    assert_same_parameters(task, run, other)
+
+
 def as_numbers(a):
     """Return an array as NumPy's, and a PRNG key as its bits."""
     return np.asarray(jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a)
 
 
 def assert_same_bits(a, b):
-    if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
-    np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(as_numbers(a), as_numbers(b))

@@ -4,12 +4,11 @@ import json
 import math
 import shutil
 from typing import Any
+from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 
-from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
@@ -19,7 +18,7 @@ from tests.train.small import (
     CachedTask,
     InterruptAt,
     RecordedProgress,
-    assert_same_parameters,
+    assert_same_run,
     image_task,
     lines_without_times,
     lm_task,
@@ -89,10 +88,8 @@ def checkpoints(run):
 @both_kinds
 def test_files_of_a_run(task, whole):
     run, result = whole
-    lines = run.read_metrics()
-    assert kinds(run) == [task.unit] * 3 + ["final"]
-    assert lines[-1] == {"kind": "final"} | vars(result)
-    records = lines[:3]
+    *records, final = run.read_metrics()
+    assert kinds(run) == [task.unit] * 3 + ["final"] and final == {"kind": "final"} | vars(result)
     assert [record["step"] for record in records] == list(task.eval_steps)
     assert records[2]["train_loss"] < records[0]["train_loss"]
     assert (run.path / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -111,10 +108,9 @@ def test_result_of_images(whole):
     best = max(record["validation_accuracy"] for record in records)
     assert result.validation_accuracy == best
     assert records[result.best_epoch - 1]["validation_accuracy"] == best
-    config = run.read_config()
-    assert config["options"]["batch_size"] == 16
-    assert config["data"]["class_names"] == list("abcde")
-    assert (config["data"]["train_images"], config["data"]["validation_images"]) == (65, 5)
+    data = run.read_config()["data"]
+    assert data["class_names"] == list("abcde")
+    assert (data["train_images"], data["validation_images"]) == (65, 5)
 
 
 @pytest.mark.parametrize("task", ["lm"], indirect=True)
@@ -150,18 +146,31 @@ def test_stops_without_improvement(tmp_path, task):
 
 
 @vary_kind
-def test_resumes_exactly_after_ctrl_c(tmp_path, task, whole):
-    run, progress = new_run(tmp_path / "run", task), InterruptAt(task.eval_steps[0] + 1)
+@pytest.mark.parametrize("evaluations", [1, 0])
+def test_resumes_exactly_after_ctrl_c(tmp_path, task, whole, evaluations):
+    """In the step after an evaluation, or in the first one."""
+    saved = [0, *task.eval_steps][evaluations]
+    run, progress = new_run(tmp_path / "run", task), InterruptAt(saved + 1)
     with pytest.raises(KeyboardInterrupt):
         fit(task, run, progress)
-    assert progress.stopped
-    assert kinds(run) == [task.unit, "interrupted"]
-    assert (run.path / "curve.png").exists()
-    assert checkpoints(run) == {str(task.eval_steps[0])}
-
+    assert progress.stopped and (run.path / "curve.png").exists()
+    assert kinds(run) == [task.unit] * evaluations + ["interrupted"]
+    assert checkpoints(run) == {str(saved)}
     fit(task.task, RunDirectory.open(run.path), resume=True)  # compiled anew
-    assert lines_without_times(run) == lines_without_times(whole[0])
-    assert_same_parameters(task, whole[0], run)
+    assert_same_run(task, run, whole[0])
+
+
+def test_resumes_after_ctrl_c_before_the_first_checkpoint(tmp_path, task, whole, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    run = new_run(tmp_path / "run", task)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CachedTask, "initial_state", interrupt)
+        fit(task, run)
+    assert checkpoints(run) == set()
+    fit(task, RunDirectory.open(run.path), resume=True)
+    assert_same_run(task, run, whole[0])
 
 
 @vary("task, at", [("images", 2), ("images", 4), ("lm", 1), ("lm", 4)], indirect=["task"])
@@ -172,15 +181,7 @@ def test_resumes_exactly_after_a_stop(tmp_path, task, whole, at):
     assert kinds(run)[-1] == "interrupted" and "final" not in kinds(run)
     assert str(at) in checkpoints(run)
     fit(task, RunDirectory.open(run.path), resume=True)
-    assert lines_without_times(run) == lines_without_times(whole[0])
-    assert_same_parameters(task, whole[0], run)
-
-
-class Start(Progress):
-    """The number of steps that a run starts with."""
-
-    def start(self, steps, done):
-        self.done = done
+    assert_same_run(task, run, whole[0])
 
 
 def test_resumes_exactly_from_the_last_checkpoint(tmp_path, task, whole):
@@ -192,96 +193,46 @@ def test_resumes_exactly_from_the_last_checkpoint(tmp_path, task, whole):
         fit(often, run, InterruptAt(step))
     last = max(map(int, checkpoints(run)))
     assert last >= step - 1
-    started = Start()
-    fit(task, RunDirectory.open(run.path), started, resume=True)  # the option may change
-    assert started.done == last
-    assert lines_without_times(run) == lines_without_times(whole[0])
-    assert_same_parameters(task, whole[0], run)
-
-
-def test_ctrl_c_before_the_first_evaluation(tmp_path, task):
-    run = new_run(tmp_path / "run", task)
-    with pytest.raises(KeyboardInterrupt):
-        fit(task, run, InterruptAt(1))
-    assert kinds(run) == ["interrupted"]
-    assert (run.path / "curve.png").exists()
-    assert checkpoints(run) == {"0"}
-
-
-def test_ctrl_c_before_the_first_checkpoint(tmp_path, task, whole, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    run = new_run(tmp_path / "run", task)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(CachedTask, "initial_state", interrupt)
-        fit(task, run)
-    assert checkpoints(run) == set()
-    fit(task, RunDirectory.open(run.path), resume=True)
-    assert lines_without_times(run) == lines_without_times(whole[0])
-
-
-def test_a_damaged_last_checkpoint(tmp_path, task, first_is_best):
-    first, finished, _ = first_is_best
-    run, steps = copy_of(finished, tmp_path / "run"), task.eval_steps
-    flip_bit(run.checkpoints / str(steps[-1]))
     progress = RecordedProgress()
-    fit(first, run, progress, resume=True)
-    (message,) = progress.texts
-    assert f"checkpoints/{steps[-1]} is damaged (" in message
-    assert message.endswith(f"Using {run.checkpoints}/{steps[0]}")
-    assert progress.steps[0] == steps[0] + 1
-    assert lines_without_times(run) == lines_without_times(finished)
-    assert_same_parameters(task, run, finished)
+    fit(task, RunDirectory.open(run.path), progress, resume=True)  # the option may change
+    assert progress.steps[0] == last + 1
+    assert_same_run(task, run, whole[0])
 
 
-def test_a_damaged_best_checkpoint(tmp_path, first_is_best, whole):
-    """The next best parameters are tested, here those of the last step."""
+@pytest.mark.parametrize("damaged", ["last", "best"])
+def test_a_damaged_checkpoint(tmp_path, task, whole, first_is_best, damaged):
+    """The run resumes before the last one; the next best parameters are tested."""
     first, finished, _ = first_is_best
-    run, steps = copy_of(finished, tmp_path / "run"), first.eval_steps
-    flip_bit(run.checkpoints / str(steps[0]))
+    run, best, last = copy_of(finished, tmp_path / "run"), task.eval_steps[0], task.eval_steps[-1]
+    bad, other = (last, best) if damaged == "last" else (best, last)
+    flip_bit(run.checkpoints / str(bad))
     progress = RecordedProgress()
     result = fit(first, run, progress, resume=True)
-    assert f"checkpoints/{steps[0]} is damaged" in progress.texts[0]
-    assert result.test_loss == whole[1].test_loss
-    assert checkpoints(run) == {f"damaged-{steps[0]}", str(steps[-1])}
+    (message,) = progress.texts
+    assert f"checkpoints/{bad} is damaged (" in message
+    assert message.endswith(f"Using {run.checkpoints}/{other}")
+    if damaged == "last":
+        assert progress.steps[0] == best + 1
+        assert_same_run(task, run, finished)
+    else:
+        assert result.test_loss == whole[1].test_loss
+        assert checkpoints(run) == {f"damaged-{best}", str(last)}
 
 
-def test_checkpoints_without_metrics(tmp_path, task):
-    run = new_run(tmp_path / "run", task)
-    last = task.eval_steps[1]
-    with Checkpoints(run.checkpoints) as saved:
-        saved.save(last, task.initial_state(), score=(1.0,), records=[{"step": last}])
-    message = rf"jsonl was changed after the checkpoint of step {last} was saved\. .* a new run"
-    with pytest.raises(TrainError, match=message):
-        fit(task, run, resume=True)
-    assert not (run.path / "metrics.jsonl").exists()
-
-
-def test_a_changed_digit_of_metrics(tmp_path, first_is_best):
+def test_changed_metrics(tmp_path, first_is_best):
     first, finished, _ = first_is_best
     run = copy_of(finished, tmp_path / "run")
     file = run.path / "metrics.jsonl"
-    text = file.read_text()
-    loss = repr(run.read_metrics()[0]["validation_loss"])
-    file.write_text(text.replace(loss, loss[:5] + str(9 - int(loss[5])) + loss[6:], 1))
-    with pytest.raises(TrainError, match=r"metrics\.jsonl was changed after the checkpoint of"):
-        fit(first, run, resume=True)
+    text, loss = file.read_text(), repr(run.read_metrics()[0]["validation_loss"])
+    digit = text.index(loss) + 5
+    for changed in ("", text[:digit] + str(9 - int(text[digit])) + text[digit + 1 :]):
+        file.write_text(changed)
+        with pytest.raises(TrainError, match=r"metrics\.jsonl was changed after the checkpoint"):
+            fit(first, run, resume=True)
+        assert file.read_text() == changed
     file.write_text(text)
     fit(first, run, resume=True)
     assert lines_without_times(run) == lines_without_times(finished)
-
-
-def test_a_copy_in_place_of_the_last_checkpoint(tmp_path, first_is_best):
-    first, finished, _ = first_is_best
-    run, steps = copy_of(finished, tmp_path / "run"), first.eval_steps
-    shutil.rmtree(run.checkpoints / str(steps[-1]))
-    shutil.copytree(run.checkpoints / str(steps[0]), run.checkpoints / str(steps[-1]))
-    progress = RecordedProgress()
-    fit(first, run, progress, resume=True)
-    assert f"is damaged (its files are those of step {steps[0]})" in progress.texts[0]
-    assert lines_without_times(run) == lines_without_times(finished)
-    assert_same_parameters(first, run, finished)
 
 
 def test_a_locked_run(tmp_path, task):
@@ -322,22 +273,13 @@ def test_a_longer_run(tmp_path, task, whole):
     assert run.read_metrics() == lines and run.read_config() == longer.describe()
 
 
-@pytest.mark.parametrize("change", ["data", "seed", "edited seed", "edited length"])
-def test_a_run_of_other_options_or_data(tmp_path, task, whole, change):
-    run, resumed = copy_of(whole[0], tmp_path / "run"), task
-    config, file = task.describe(), run.path / "config.json"
-    if change == "data":
-        file.write_text(json.dumps(config | {"data": {}}))
-        message = "was trained on other data"
-    elif change == "seed":
-        resumed = of_length(task, length_of(task), seed=1)
-        message = r"run was trained with `seed` \(=0\), not with 1\. Resume"
-    else:
-        config["options"]["seed" if change == "edited seed" else f"{task.unit}s"] += 8
-        file.write_text(json.dumps(config))
-        message = r"config\.json: its options were changed.*start a new run"
-    with pytest.raises(TrainError, match=message):
-        fit(resumed, run, resume=True)
+def test_a_run_of_other_options_or_data(tmp_path, task, whole):
+    run = copy_of(whole[0], tmp_path / "run")
+    with pytest.raises(TrainError, match=r"run was trained with `seed` \(=0\), not with 1"):
+        fit(of_length(task, length_of(task), seed=1), run, resume=True)
+    (run.path / "config.json").write_text(json.dumps(task.describe() | {"data": {}}))
+    with pytest.raises(TrainError, match="was trained on other data"):
+        fit(task, run, resume=True)
     assert run.read_metrics() == whole[0].read_metrics()
     assert checkpoints(run) == checkpoints(whole[0])
 
@@ -355,69 +297,21 @@ def test_without_validation_the_last_step_is_the_best(tmp_path, kind):
     assert checkpoints(run) == {str(one.eval_steps[-1])}
 
 
-class Delete(Progress):
-    """Delete a folder after the first evaluation."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def report(self, record):
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
 # The background save of Orbax fails a second time, where no code can catch it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_run_that_is_deleted_during_training(tmp_path, task):
-    run = new_run(tmp_path / "run", task)
-    with pytest.raises(TrainError, match=r"run was deleted during training\. Start a new run"):
-        fit(task, run, Delete(run.path))
-
-
-def test_a_run_that_is_deleted_at_its_start(tmp_path, task, monkeypatch):
-    """Orbax makes the directory again."""
+@pytest.mark.parametrize("when", ["start", "report", "stop"])
+def test_a_run_that_is_deleted(tmp_path, task, when):
+    """Even where Orbax makes the directory again, for a checkpoint that cannot be resumed."""
 
     def delete(*_):
-        shutil.rmtree(run.path)
-        return state()
-
-    run, state = new_run(tmp_path / "run", task), task.initial_state
-    monkeypatch.setattr(task, "initial_state", delete, raising=False)
-    with pytest.raises(TrainError, match=r"run was deleted during training\. Start a new run"):
-        fit(task, run)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_run_that_is_deleted_before_it_is_stopped(tmp_path, task):
-    """The checkpoint that was just written cannot be resumed."""
-
-    def delete_and_stop(step):
         shutil.rmtree(run.path, ignore_errors=True)  # Orbax writes into it
         return True
 
-    run = new_run(tmp_path / "run", task)
+    run, progress = new_run(tmp_path / "run", task), Progress()
+    if when != "stop":
+        setattr(progress, when, delete)
     with pytest.raises(TrainError, match=r"run was deleted during training\. Start a new run"):
-        fit(task, run, stop=delete_and_stop)
-
-
-class NanState(CachedTask):
-    """A task whose parameters are NaN."""
-
-    def initial_state(self):
-        return jax.tree.map(
-            lambda a: a.at[...].set(np.nan) if np.issubdtype(a.dtype, np.floating) else a,
-            self.task.initial_state(),
-        )
-
-    def make_step(self):
-        return self.task.make_step()
-
-
-def test_stops_at_a_train_loss_that_is_nan(tmp_path, task):
-    nan: Any = NanState(task)
-    message = "the loss or a gradient is not finite (in epoch|at step) 1. This is the first step: "
-    with pytest.raises(TrainError, match=message):
-        fit(nan, new_run(tmp_path / "run", task))
-    assert checkpoints(RunDirectory(tmp_path / "run")) == {"0"}
+        fit(task, run, progress, stop=delete if when == "stop" else lambda step: False)
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])
@@ -433,29 +327,19 @@ def test_stops_at_an_evaluation_that_is_not_finite(tmp_path, task, part, monkeyp
         fit(task, new_run(tmp_path / "run", task))
 
 
-def full_disk(*_, **__):
-    raise ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device [OS error 28]")
-
-
-def file_limit_in_orbax(*_, **__):
-    raise ValueError("NOT_FOUND: Error writing: File too large [OS error 27: EFBIG]")
-
-
-def failure_in_orbax(*_, **__):
-    raise ValueError("a zarr metadata file is missing\nand so on")
-
-
 @pytest.mark.parametrize(
     ("method", "failure", "message"),
     [
-        ("save", full_disk, "No space .* Make room"),
-        ("wait_until_finished", full_disk, "No space .* Make room"),  # in the background
-        ("save", failure_in_orbax, "ValueError in Orbax.* Correct"),
-        ("save", file_limit_in_orbax, "File too large, see ulimit -f.* Correct"),
+        ("save", "RESOURCE_EXHAUSTED: Error writing", "No space .*Make room"),
+        # In the background.
+        ("wait_until_finished", "Error writing: No space left on device", "No space .*Make room"),
+        ("save", "a zarr metadata file is missing\nand so on", "ValueError in Orbax.*Correct"),
+        ("save", "NOT_FOUND: File too large [OS error 27: EFBIG]", "File too large, see ulimit -f"),
     ],
 )
 def test_files_that_cannot_be_written(tmp_path, task, monkeypatch, method, failure, message):
     run = new_run(tmp_path / "run", task)
-    monkeypatch.setattr(f"orbax.checkpoint.CheckpointManager.{method}", failure)
+    failing = mock.Mock(side_effect=ValueError(failure))
+    monkeypatch.setattr(f"orbax.checkpoint.CheckpointManager.{method}", failing)
     with pytest.raises(TrainError, match=rf"run.* cannot be written to \({message}.*then resume"):
         fit(task, run)
