@@ -30,21 +30,16 @@ def test_rejects_values_out_of_range(config, option):
         config(**option)
 
 
-@pytest.mark.parametrize("validation", [0, 0.0, 0.5, 1, 5000])
-def test_validation_is_a_share_or_a_number(validation):
-    assert DenseNetRunConfig(validation=validation).validation == validation
-
-
 @pytest.mark.parametrize(
-    ("message", "options"),
+    ("option", "options"),
     [
-        (r"`num_microbatches` \(=3\) must divide", {"num_microbatches": 3}),
-        (r"`on_nan` \(=skip\) cannot be combined", {"on_nan": "skip", "fuse_update": True}),
-        (r"`width` \(=30\) must be .* `heads` \(=4\)\. Use 24", {"width": 30}),
+        ("num_microbatches", {"num_microbatches": 3}),
+        ("on_nan", {"on_nan": "skip", "fuse_update": True}),
+        (r"width.*Use 24", {"width": 30}),
     ],
 )
-def test_rejects_options_that_exclude_each_other(message, options):
-    with pytest.raises(TrainError, match=message):
+def test_rejects_options_that_exclude_each_other(option, options):
+    with pytest.raises(TrainError, match=f"^`{option}"):
         LMConfig(**options).resolve()
 
 
@@ -53,7 +48,12 @@ def test_heads_grow_with_the_width():
 
 
 @pytest.mark.parametrize(
-    "config", [DenseNetRunConfig(depth=40), ResNetRunConfig(depth=50), LMConfig()]
+    "config",
+    [
+        *(DenseNetRunConfig(depth=40, validation=part) for part in (0, 0.0, 0.5, 1, 5000)),
+        ResNetRunConfig(depth=50),
+        LMConfig(),
+    ],
 )
 def test_json_roundtrip(config):
     stored = json.loads(json.dumps(config.describe("0", {})))

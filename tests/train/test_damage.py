@@ -5,7 +5,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from tests.train.small import (
 pytest.importorskip("matplotlib")
 
 STOP = 10  # of 12 steps; there are checkpoints of steps 4, 8 and 10
-Damage = tuple[str, Callable[[Path], Any]]  # a description, and a function of the run's directory
 
 
 class TracedTask(CachedTask):
@@ -59,86 +58,69 @@ def stopped(tmp_path_factory):
     return task, run.path, end
 
 
-def damages(run: Path, flips: int) -> Iterator[Damage]:
-    """Yield flips, cuts, deletions, replacements and swaps of all files of a run."""
+def flip(file, position, bit, run):
+    content = bytearray((run / file).read_bytes())
+    content[position] ^= 1 << bit
+    (run / file).write_bytes(content)
+
+
+def cut(file, length, run):
+    os.truncate(run / file, length)
+
+
+def replace(file, kind, run):
+    (run / file).unlink()
+    if kind == "pipe":
+        os.mkfifo(run / file)
+    elif kind == "folder":
+        (run / file).mkdir()
+    elif kind == "brackets":
+        (run / file).write_text("[" * 100_000 + "\n")
+
+
+def swap(one, other, run):
+    (run / one).rename(run / "swapped")
+    (run / other).rename(run / one)
+    (run / "swapped").rename(run / other)
+
+
+def copy(source, target, run):
+    shutil.rmtree(run / target)
+    shutil.copytree(run / source, run / target)
+
+
+def damages(run: Path, flips: int) -> Iterator[tuple]:
+    """Yield functions and arguments: they damage each file in turn, or exchange two."""
     rng = random.Random(0)
     files = sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file())
     for file in files:
         size = (run / file).stat().st_size
         more = 10 if file.suffix in (".json", ".jsonl") and file.parent == Path() else 1
         for position in rng.sample(range(size), min(flips * more, size)):
-            bit = rng.randrange(8)
-            yield f"flip bit {bit} of byte {position} of {file}", flip(file, position, bit)
+            yield flip, file, position, rng.randrange(8)
         for length in sorted({0, size // 2, size - 1}):
-            yield (
-                f"cut {file} to {length} bytes",
-                lambda path, f=file, n=length: os.truncate(path / f, n),
-            )
-        yield f"delete {file}", lambda path, f=file: (path / f).unlink()
-        for kind, make in REPLACEMENTS.items():
-            yield f"replace {file} by {kind}", replace(file, make)
+            yield cut, file, length
+        for kind in ("nothing", "pipe", "folder", "brackets"):
+            yield replace, file, kind
     for one, other in itertools.pairwise(files):
         if one.parent == other.parent:
-            yield f"swap {one} and {other}", swap(one, other)
-    folders = [Path("checkpoints", step) for step in ("4", "8", "10")]
-    for one, other in [(folders[0], folders[1]), (folders[1], folders[2])]:
-        yield f"swap {one} and {other}", swap(one, other)
-        yield f"copy {one} to {other}", copy(one, other)
-        yield f"copy {other} to {one}", copy(other, one)
+            yield swap, one, other
+    for one, other in itertools.pairwise(Path("checkpoints", step) for step in ("4", "8", "10")):
+        yield swap, one, other
+        yield copy, one, other
+        yield copy, other, one
         for file in files:
             if file.is_relative_to(one) and (run / other / file.relative_to(one)).is_file():
-                twin = other / file.relative_to(one)
-                yield f"swap {file} and {twin}", swap(file, twin)
+                yield swap, file, other / file.relative_to(one)
 
 
-REPLACEMENTS: dict[str, Callable[[Path], Any]] = {
-    "a pipe": os.mkfifo,
-    "a directory": Path.mkdir,
-    "brackets": lambda file: file.write_text("[" * 100_000 + "\n"),
-}
-
-
-def flip(file, position, bit):
-    def apply(path):
-        content = bytearray((path / file).read_bytes())
-        content[position] ^= 1 << bit
-        (path / file).write_bytes(content)
-
-    return apply
-
-
-def replace(file, make):
-    def apply(path):
-        (path / file).unlink()
-        make(path / file)
-
-    return apply
-
-
-def swap(one, other):
-    def apply(path):
-        (path / one).rename(path / "swapped")
-        (path / other).rename(path / one)
-        (path / "swapped").rename(path / other)
-
-    return apply
-
-
-def copy(source, target):
-    def apply(path):
-        shutil.rmtree(path / target)
-        shutil.copytree(path / source, path / target)
-
-    return apply
-
-
-def resume(stopped, damage, path) -> str:
+def resume(stopped, damage, arguments, path) -> str:
     """Resume a damaged copy of the run; return "refused", "fell back" or "unharmed"."""
     task, run, (states, lines) = stopped
     shutil.copytree(run, path)
     progress = RecordedProgress()
     try:
-        damage(path)
+        damage(*arguments, path)
         fit(task, RunDirectory.open(path), progress, resume=True)
     except TrainError as error:
         assert str(error) and "\n" not in str(error)
@@ -155,11 +137,11 @@ def test_damage_is_refused_or_repaired(tmp_path, stopped, sample, monkeypatch, c
     monkeypatch.setattr(RunDirectory, "draw", lambda *_: None)  # most of the time
     trials = list(damages(stopped[1], flips=3))
     outcomes: Counter[str] = Counter()
-    for number, (name, damage) in enumerate(random.Random(1).sample(trials, sample)):
+    for number, (damage, *arguments) in enumerate(random.Random(1).sample(trials, sample)):
         try:
-            outcomes[resume(stopped, damage, tmp_path / str(number))] += 1
+            outcomes[resume(stopped, damage, arguments, tmp_path / str(number))] += 1
         except Exception as error:
-            error.add_note(name)
+            error.add_note(f"{damage.__name__} {arguments}")
             raise
         shutil.rmtree(tmp_path / str(number))
     assert sample == 10 or min(outcomes[name] for name in ("refused", "fell back", "unharmed")) > 0

@@ -19,22 +19,21 @@ def rates(schedule: Any, steps):
 
 
 def test_schedules():
-    cosine = make_schedule("cosine", 1.0, 100)
-    np.testing.assert_allclose(rates(cosine, (0, 50, 100)), [1, 0.5, 0], atol=1e-6)
-    step = make_schedule("step", 1.0, 100)
-    np.testing.assert_allclose(rates(step, (0, 50, 51, 76)), [1, 0.1, 0.1, 0.01], rtol=1e-6)
-
-
-def test_warmup():
-    schedule = make_schedule("cosine", 1.0, 100, warmup=0.1)
-    np.testing.assert_allclose(rates(schedule, (0, 10, 100)), [0.1, 1, 0.1], atol=1e-6)
-    assert rates(make_schedule("cosine", 1.0, 100, warmup=0.5), [50]) == pytest.approx([1])
+    for name, options, expected in (
+        ("cosine", {}, {0: 1, 50: 0.5, 100: 0}),
+        ("cosine", {"warmup": 0.1}, {0: 0.1, 10: 1, 100: 0.1}),
+        ("cosine", {"warmup": 0.5}, {50: 1}),
+        ("step", {}, {0: 1, 50: 0.1, 51: 0.1, 76: 0.01}),
+    ):
+        schedule = make_schedule(name, 1.0, 100, **options)
+        np.testing.assert_allclose(rates(schedule, expected), [*expected.values()], atol=1e-6)
     assert np.isfinite(rates(make_schedule("cosine", 1.0, 1, warmup=0.1), [0])).all()
 
 
-@pytest.mark.parametrize(("warmup", "steps"), [(0.0, 10), (0.25, 10)])
-def test_linear_schedule_of_transformers(warmup, steps):
+@pytest.mark.parametrize("warmup", [0.0, 0.25])
+def test_linear_schedule_of_transformers(warmup):
     """The rate of `get_linear_schedule_with_warmup` at each step."""
+    steps = 10
     schedule = make_schedule("linear", 2.0, steps, warmup, first=0.0, lowest=0.0)
     count = math.ceil(warmup * steps)
     expected = [

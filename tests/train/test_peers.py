@@ -42,18 +42,12 @@ def watch_all(peers):
     return said
 
 
-def test_two_processes_of_the_same_number(meet_all):
-    message = "two processes have `--process-id` (=1). Give each process its own."
-    assert meet_all(0, 1, 1, num_processes=3) == [message] * 3
-
-
-def test_a_process_that_does_not_come(meet_all):
+def test_processes_that_do_not_fit_together(meet_all):
+    same = meet_all(0, 1, 1, num_processes=3)
+    assert same == ["two processes have `--process-id` (=1). Give each process its own."] * 3
     first, second = meet_all(0, 1, num_processes=3, seconds=1)
     assert first == second and first.startswith("process 2 has not connected to localhost:")
     assert "no process 0 has answered" in meet_all(1, num_processes=2, seconds=0.3)[0]
-
-
-def test_different_numbers_of_processes():
     address = f"localhost:{free_port()}"
     with ThreadPoolExecutor() as threads:
         runs = [threads.submit(meet, address, number, i, 20.0) for i, number in enumerate((2, 3))]
@@ -74,9 +68,9 @@ def test_a_port_in_use(host):
 @pytest.mark.parametrize(
     ("coordinator", "process", "match"),
     [
-        ("localhost", 0, "must be HOST:PORT"),
-        ("localhost:99999", 0, "with a port from 1 to 65535"),
-        ("localhost:1234", 2, r"`--process-id` \(=2\) must be less than `--num-processes` \(=2\)"),
+        ("localhost", 0, "HOST:PORT"),
+        ("localhost:99999", 0, "65535"),
+        ("localhost:1234", 2, "--process-id"),
     ],
 )
 def test_rejects_wrong_arguments(coordinator, process, match):
@@ -98,20 +92,14 @@ def test_another_program_is_ignored():
             assert peers.ended is None
 
 
-def test_a_process_that_is_killed(meet_all):
+@pytest.mark.parametrize(("number", "killed"), [(3, 2), (2, 0)])
+def test_a_process_that_is_killed(meet_all, number, killed):
     """Process 0 tells the others which one it was."""
-    peers = meet_all(0, 1, 2)
+    peers = meet_all(*range(number))
     said = watch_all(peers)
-    peers[2].close()
-    for i in (0, 1):
-        assert said[i].get(timeout=20) == "process 2 has ended" == peers[i].wait_for_end()
-
-
-def test_process_0_is_killed(meet_all):
-    peers = meet_all(0, 1)
-    said = watch_all(peers)
-    peers[0].close()
-    assert said[1].get(timeout=20) == "process 0 has ended"
+    peers[killed].close()
+    for i in {*range(number)} - {killed}:
+        assert said[i].get(timeout=20) == f"process {killed} has ended" == peers[i].wait_for_end()
 
 
 def test_an_error_of_one_process(meet_all):

@@ -3,7 +3,7 @@
 import io
 import itertools
 import sys
-import types
+from unittest import mock
 
 import pytest
 
@@ -18,54 +18,48 @@ from effjax.train.text.config import LMConfig
 from effjax.train.trackers import TensorBoard, TrackedProgress, check_tracker, track
 from tests.train.small import RecordedProgress, image_task, lm_task
 
-TASKS = {"images": image_task, "lm": lm_task}
-TRAIN = {"images": {"loss": 1.5, "accuracy": 0.25}, "lm": {"loss": 1.5}}
-VALIDATION = {
-    "images": {"loss": 1.75, "accuracy": 0.5},
-    "lm": {"loss": 1.75, "bits_per_byte": 2.525},
-}
-LINES = {
-    "images": "epoch 1/3  loss 1.5000  accuracy 25.00%  validation loss 1.7500  "
-    "validation accuracy 50.00%  90 images/s\n",
-    "lm": "step 2/5  loss 1.5000  validation loss 1.7500  validation bits/byte 2.525  "
-    "90 tokens/s\n",
-}
-BARS = {
-    "images": "epoch 1  loss 1.500  accuracy 25.0%  90 images/s",
-    "lm": "loss 1.500  90 tokens/s",
-}
 
+@pytest.mark.parametrize(
+    ("make", "train", "validation", "line", "bar"),
+    [
+        (
+            image_task,
+            {"loss": 1.5, "accuracy": 0.25},
+            {"loss": 1.75, "accuracy": 0.5},
+            "epoch 1/3  loss 1.5000  accuracy 25.00%  validation loss 1.7500  "
+            "validation accuracy 50.00%  90 images/s\n",
+            "epoch 1  loss 1.500  accuracy 25.0%  90 images/s",
+        ),
+        (
+            lm_task,
+            {"loss": 1.5},
+            {"loss": 1.75, "bits_per_byte": 2.525},
+            "step 2/5  loss 1.5000  validation loss 1.7500  validation bits/byte 2.525  "
+            "90 tokens/s\n",
+            "loss 1.500  90 tokens/s",
+        ),
+    ],
+)
+def test_shows_the_progress(monkeypatch, make, train, validation, line, bar):
+    """Evaluations, and the steps of a long epoch; a bar on a terminal."""
+    task = make()
 
-def shown(name, terminal):
-    """Return what is written in the first steps of a run."""
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=terminal, width=150)
-    task = TASKS[name]()
-    progress = ConsoleProgress(console, task)
-    progress.start(task.eval_steps[-1], 0)
-    progress.step(1, TRAIN[name], 90.0)
-    record = task.record(task.eval_steps[0], TRAIN[name], VALIDATION[name], 90.0)
-    progress.report(record)
-    progress.stop()
-    return file.getvalue()
+    def shown(terminal):
+        console = Console(file=(file := io.StringIO()), force_terminal=terminal, width=150)
+        progress = ConsoleProgress(console, task)
+        progress.start(task.eval_steps[-1], 0)
+        progress.step(1, train, 90.0)
+        progress.report(task.record(task.eval_steps[0], train, validation, 90.0))
+        progress.stop()
+        return file.getvalue()
 
-
-@pytest.mark.parametrize("name", TASKS)
-def test_prints_lines_to_a_file(name):
-    assert shown(name, terminal=False) == "compiling\n" + LINES[name]
-
-
-def test_prints_steps_of_a_long_epoch_to_a_file(monkeypatch):
+    assert shown(terminal=False) == f"compiling\n{line}"
+    text = shown(terminal=True)
+    assert line.rstrip() in text and bar in text
+    assert "compiling" in text.partition(bar)[0] and "loss 0.000" not in text
     monkeypatch.setattr("time.monotonic", itertools.count(0, 100).__next__)
-    step = f"step 1/12  {BARS['images']}\n"
-    assert shown("images", terminal=False) == "compiling\n" + step + LINES["images"]
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_shows_a_bar_on_a_terminal(name):
-    text = shown(name, terminal=True)
-    assert LINES[name].rstrip() in text and BARS[name] in text
-    assert "compiling" in text.partition(BARS[name])[0] and "loss 0.000" not in text
+    text = shown(terminal=False)
+    assert text.startswith("compiling\nstep 1/") and text.endswith(f"  {bar}\n{line}")
 
 
 def test_tensorboard(tmp_path):
@@ -96,44 +90,35 @@ def test_tensorboard(tmp_path):
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_online_runs(monkeypatch, tmp_path, name):
     """A resumed run has the same identity. An error is shown once, and ends no run."""
-    calls = []
-
-    class Package(types.ModuleType):
-        is_broken = False
-
-        def init(self, **options):
-            calls.append(options)
-            return self
-
-        def log(self, values, step):
-            if self.is_broken:
-                raise ConnectionError("no network")
-            calls.append((step, values))
-
-        def finish(self):
-            calls.append("finished")
-
-    package = Package(name)
+    package = mock.MagicMock()
+    run = package.init.return_value
     monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setenv(f"{name.upper()}_PROJECT", "sums")
     config, shown = LMConfig(report_to=name), RecordedProgress()
-    for _ in range(2):
+
+    def report(*losses):
         progress = track(shown, config, tmp_path)
-        progress.step(1, {"loss": 2.0}, 5.0)
+        for step, loss in enumerate(losses, 1):
+            progress.step(step, {"loss": loss}, 5.0)
         progress.report({"kind": "step", "step": 1, "validation_loss": 1.5})
         progress.stop()
-    assert calls[:4] == calls[4:] and not shown.texts
-    assert calls[1:4] == [(1, {"step/loss": 2.0}), (1, {"validation/loss": 1.5}), "finished"]
-    assert calls[0]["project"] == "sums" and calls[0]["resume"] == "allow"
-    assert calls[0]["name"].startswith(tmp_path.name) and calls[0]["config"]["layers"] == 4
 
-    package.is_broken = True
-    progress = track(shown, config, tmp_path)
-    for step in (1, 2):
-        progress.step(step, {"loss": 2.0}, 5.0)
-    progress.stop()
-    package.init = lambda **_: package.log({}, 1)
-    track(shown, config, tmp_path).step(1, {"loss": 2.0}, 5.0)
+    report(2.0)
+    report(2.0)
+    one, again = package.init.call_args_list
+    assert one == again and not shown.texts
+    options = one.kwargs
+    assert options["project"] == "sums" and options["resume"] == "allow"
+    assert options["name"].startswith(tmp_path.name) and options["config"]["layers"] == 4
+    assert run.mock_calls == 2 * [
+        mock.call.log({"step/loss": 2.0}, step=1),
+        mock.call.log({"validation/loss": 1.5}, step=1),
+        mock.call.finish(),
+    ]
+    run.log.side_effect = ConnectionError("no network")
+    report(2.0, 2.0)
+    package.init.side_effect = ConnectionError("no network")
+    report(2.0)
     assert len(shown.texts) == 2 and all("no network" in text for text in shown.texts)
 
 
