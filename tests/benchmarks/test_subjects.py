@@ -4,7 +4,7 @@ The peers of a subject are compared with effjax, or traced. One or two of its pr
 """
 
 import dataclasses
-import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -46,40 +46,21 @@ from benchmarks import (
     tpu_offload,
     tpu_sampling,
 )
-from benchmarks.offload_forms import (
-    FUSED,
-    FUSED_IN_MEMORY,
-    IN_MEMORY,
-    OFFLOADED,
-    PEERS,
-    REMAT,
-    STATE_MOVED,
-    Setting,
-)
+from benchmarks import offload_forms as forms
 from benchmarks.transformer import TransformerLM
 from effjax.models import DecoderConfig, decoder_shapes
 from effjax.native import is_available
 from tests.programs import needs_gpu_compiler, needs_tpu_compiler
+from tests.tiers import vary
 
-TINY = Setting(
-    layers=2,
-    width=8,
-    heads=2,
-    context=4,
-    batch_size=2,
-    dropout=0.0,
-    vocab_size=16,
-    mlp_width=12,
+TINY = forms.Setting(
+    layers=2, width=8, heads=2, context=4, batch_size=2, dropout=0.0, vocab_size=16, mlp_width=12
 )
+NATIVE = {"effjax native"} if is_available("cpu") else set()
 
 
 def by_name(result):
     return {row["name"]: row for row in result.rows}
-
-
-def trace(fn, *args):
-    """Check that a program of a subject can be traced; return the shapes of its results."""
-    return jax.eval_shape(fn, *args)
 
 
 def test_batch_norm():
@@ -108,13 +89,39 @@ def test_sync_batch_norm():
     assert error["Flax linen.BatchNorm", 1e4] > 0.1 > 1e-3 > error["effjax.nnx.BatchNorm", 1e4]
 
 
-@pytest.mark.exhaustive
-def test_dense_block():
-    result = dense_block.measure_block(1, 2, 6, growth_rate=2, channels=3, rounds=1)
-    rows = by_name(result)
-    assert rows.keys() >= set(dense_block.BLOCKS)
-    assert rows["plain autodiff"]["ratio"] == 1
-    assert all(row["difference"] < 1e-4 for row in rows.values())
+ATTENTION = deform_attention.Case(
+    5, shapes=((4, 5), (2, 3)), heads=2, channels=3, points=2, batch=2
+)
+BOXES = roi.Case(2, boxes=4, channels=2, height=64, width=96)
+
+
+@vary(
+    "measure, names, tolerance",
+    [
+        (
+            partial(deform_conv.measure_case, deform_conv.Case(2, 4, 5, 6, 2), backward=True),
+            {"plain XLA", "effjax xla", "matrix products alone"} | NATIVE,
+            1e-5,
+        ),
+        (
+            partial(deform_attention.measure_case, ATTENTION, backward=True),
+            {"packed gather", "effjax xla"} | NATIVE,
+            1e-5,
+        ),
+        (partial(roi.measure_case, BOXES, backward=True), {"effjax xla"}, 1e-4),
+        (
+            partial(dense_block.measure_block, 1, 2, 6, growth_rate=2, channels=3),
+            set(dense_block.BLOCKS),
+            1e-4,
+        ),
+    ],
+)
+def test_programs_compute_the_same(measure, names, tolerance):
+    rows = by_name(measure(rounds=1))
+    assert rows.keys() >= names
+    differences = {name: row["difference"] for name, row in rows.items()}
+    assert differences.pop("matrix products alone", None) is None
+    assert max(differences.values()) < tolerance
 
 
 def test_kept_bytes_grow_slower_than_plain_autodiff():
@@ -141,13 +148,12 @@ def test_update_of_a_matrix():
     shape = 4096, 512
     names = [f"effjax {name} moments" for name in ("float32", "8-bit")]
     wide, narrow = optimizers_memory.plan_matrix(shape, names).rows
-    saved = {
-        name: (wide[name] - narrow[name]) / np.prod(shape) for name in ("peak_bytes", "temp_bytes")
-    }
+    peak, temporary = (
+        (wide[name] - narrow[name]) / np.prod(shape) for name in ("peak_bytes", "temp_bytes")
+    )
     # The arrays of the state have 6 bytes per parameter less, but for the scales; the update of
     # 8-bit moments needs 4 more while it runs.
-    assert 5 < saved["peak_bytes"] - saved["temp_bytes"] < 6.5
-    assert 1.5 < saved["peak_bytes"] < 2.5
+    assert 5 < peak - temporary < 6.5 and 1.5 < peak < 2.5
     assert max(row["temp_bytes_per_parameter"] for row in (wide, narrow)) < 8
 
 
@@ -205,7 +211,7 @@ def test_a_delayed_update_is_that_of_the_second_loop():
     step = effjax.offload_jit(step)
     delayed_step = effjax.offload_jit(clipping.make_delayed_step(*functions, tx, 0.5))
     # XLA fuses the update in another way, which changes last bits.
-    close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-7)
+    close = partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-7)
     for _ in range(3):
         before = jax.device_get((state.layers, state.layers_state))
         state, loss, *_ = step(state, jnp.arange(8))
@@ -275,15 +281,20 @@ def test_fit(tmp_path):
     assert small["ratio"] == 1 > large["ratio"] > 0
     assert small["planned_device_bytes"] < 1e9 < large["planned_device_bytes"]
     (network,) = fit.MODELS["small"]
-    trace(*network.make_step(**{name: values[0] for name, values in network.options.items()}))
+    options = {name: values[0] for name, values in network.options.items()}
+    jax.eval_shape(*network.make_step(**options))
 
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_planned_densenet():
-    name = "effjax features"
-    (row,) = densenet.plan_network(10, 2, "l4", [name]).rows
-    assert row["name"] == name and row["peak_bytes"] > row["temp_bytes"] > 0
+def test_planned_networks(monkeypatch):
+    monkeypatch.setitem(resnet.NETWORKS, "tiny", dict(bottleneck=False, stage_sizes=(1,)))
+    for name, result in (
+        ("effjax features", densenet.plan_network(10, 2, "l4", ["effjax features"])),
+        ("Flax", resnet.plan_networks("tiny", 2, 16, 3, target="l4", forms=["Flax"])),
+    ):
+        (row,) = result.rows
+        assert row["name"] == name and row["peak_bytes"] > row["temp_bytes"] > 0
 
 
 @pytest.mark.exhaustive
@@ -299,24 +310,6 @@ def test_pytorch_computes_the_same_block():
     assert efficient < plain
 
 
-def test_deform_conv():
-    case = deform_conv.Case(2, 4, 5, 6, 2)
-    rows = by_name(deform_conv.measure_case(case, backward=True, rounds=1))
-    assert rows.pop("matrix products alone")["difference"] is None
-    native = {"effjax native"} if is_available("cpu") else set()
-    assert rows.keys() >= {"plain XLA", "effjax xla"} | native
-    assert all(row["difference"] < 1e-5 for row in rows.values())
-
-
-@pytest.mark.exhaustive
-def test_deform_attention():
-    case = deform_attention.Case(5, shapes=((4, 5), (2, 3)), heads=2, channels=3, points=2, batch=2)
-    rows = by_name(deform_attention.measure_case(case, backward=True, rounds=1))
-    native = {"effjax native"} if is_available("cpu") else set()
-    assert rows.keys() == {"packed gather", "effjax xla"} | native
-    assert all(row["difference"] < 1e-5 for row in rows.values())
-
-
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_planned_deform_attention():
@@ -328,23 +321,13 @@ def test_planned_deform_attention():
 
 
 @pytest.mark.exhaustive
-def test_roi():
-    case = roi.Case(2, boxes=4, channels=2, height=64, width=96)
-    rows = by_name(roi.measure_case(case, backward=True, rounds=1))
-    assert "effjax xla" in rows
-    assert all(row["difference"] < 1e-4 for row in rows.values())
-
-
-@pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_planned_cross_entropy():
     config = dict(num_layers=1, width=16, num_heads=2, vocab_size=512, dtype="bfloat16")
     result = cross_entropy.plan_losses(config, 32, [2], "l4", ["effjax"])
     assert result.name == "cross_entropy_512_l4" and result.notes[0].startswith("Sequences of 32")
-    assert [(row["of"], row["name"]) for row in result.rows] == [
-        ("head", "effjax"),
-        ("model", "effjax"),
-    ]
+    names = [(row["of"], row["name"]) for row in result.rows]
+    assert names == [("head", "effjax"), ("model", "effjax")]
 
 
 @pytest.mark.exhaustive
@@ -355,8 +338,7 @@ def test_losses_of_cross_entropy_agree():
         fn, params, _ = cross_entropy.gradient_steps(model, losses, 2, 32)["model"]
         gradients.append(jax.jit(fn)(params, jnp.ones((2, 33), int)))
     for actual in gradients[1:]:
-        close = functools.partial(np.testing.assert_allclose, atol=1e-6)
-        jax.tree.map(close, actual, gradients[0])
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), actual, gradients[0])
 
 
 @pytest.mark.exhaustive
@@ -364,15 +346,6 @@ def test_import_time():
     alone, added = import_time.measure_imports(1, ("jax", "effjax")).rows
     assert (alone["name"], added["name"]) == ("import jax", "import effjax, after jax")
     assert added["modules"] < alone["modules"] / 3 and added["seconds_quartiles"][0] > 0
-
-
-@pytest.mark.exhaustive
-@needs_gpu_compiler
-def test_planned_resnet(monkeypatch):
-    monkeypatch.setitem(resnet.NETWORKS, "tiny", dict(bottleneck=False, stage_sizes=(1,)))
-    rows = by_name(resnet.plan_networks("tiny", 2, 16, 3, target="l4", forms=["Flax"]))
-    assert list(rows) == ["Flax"] and rows["Flax"]["ratio"] == 1
-    assert rows["Flax"]["peak_bytes"] > rows["Flax"]["temp_bytes"] > 0
 
 
 @pytest.mark.exhaustive
@@ -387,18 +360,14 @@ def test_flax_resnet_computes_the_same_logits(monkeypatch, bottleneck):
         lambda a: np.random.default_rng(a.size).normal(size=a.shape).astype(a.dtype), variables
     )
     params = variables["params"]
-    flax_params = {
-        "Conv_0": params["stem_conv"],
-        "BatchNorm_0": params["stem_norm"],
-        "Dense_0": params["classifier"],
-    }
+    stem = {"Conv_0": "stem_conv", "BatchNorm_0": "stem_norm", "Dense_0": "classifier"}
+    flax_params = {flax: params[name] for flax, name in stem.items()}
     for i, name in enumerate(k for k in params if k.startswith("stages")):
         block, count = params[name], 3 if bottleneck else 2
-        flax_block = {f"Conv_{k}": block[f"conv{k + 1}"] for k in range(count)}
-        flax_block |= {f"BatchNorm_{k}": block[f"norm{k + 1}"] for k in range(count)}
-        if "shortcut" in block:
-            flax_block[f"Conv_{count}"] = block["shortcut"]
-            flax_block[f"BatchNorm_{count}"] = block["shortcut_norm"]
+        names = {f"Conv_{k}": f"conv{k + 1}" for k in range(count)}
+        names |= {f"BatchNorm_{k}": f"norm{k + 1}" for k in range(count)}
+        names |= {f"Conv_{count}": "shortcut", f"BatchNorm_{count}": "shortcut_norm"}
+        flax_block = {flax: block[ours] for flax, ours in names.items() if ours in block}
         flax_params[f"FlaxBlock_{i}"] = flax_block
     assert jax.tree.map(np.shape, flax_params) == jax.tree.map(np.shape, shapes["params"])
 
@@ -448,7 +417,7 @@ def test_tpu():
     assert len(programs) == 3
     for steps in programs.values():
         for step in steps.values():
-            trace(*step)
+            jax.eval_shape(*step)
 
 
 @pytest.mark.exhaustive
@@ -457,7 +426,7 @@ def test_tpu_sampling():
     samplers = tpu_sampling.make_samplers("small")
     for sampler in samplers.values():
         for step in sampler.steps(backward=True).values():
-            trace(*step)
+            jax.eval_shape(*step)
     one = {"roi_align": samplers["roi_align"]}
     traffic, memory = tpu_sampling.plan_samplers(one, all_passes=["forward"])
     least, copied, *programs = traffic.rows
@@ -481,7 +450,7 @@ def test_tpu_offload():
 def test_planner():
     (row,) = planner.measure_plans((1,), (), "l4").rows
     assert row["layers"] == 1 and row["plan_seconds"] > row["trace_seconds"] > 0
-    trace(*planner.language_model_step(2))
+    jax.eval_shape(*planner.language_model_step(2))
 
 
 @pytest.mark.exhaustive
@@ -508,30 +477,31 @@ def test_published_memory():
 # which its own tests compare.
 @pytest.mark.exhaustive
 def test_steps_of_offload_train_alike():
-    names = [name for name in PEERS if name not in (REMAT, STATE_MOVED)] + [FUSED]
+    names = [name for name in forms.PEERS if name not in (forms.REMAT, forms.STATE_MOVED)]
+    names.append(forms.FUSED)
     result = offload.measure_steps(TINY, names, rounds=1)
-    assert result.name == "offload_step_2x8_float32" and result.config["ours"] == [FUSED]
+    assert result.name == "offload_step_2x8_float32" and result.config["ours"] == [forms.FUSED]
     rows = by_name(result)
-    assert list(rows) == names and rows[IN_MEMORY]["ratio"] == 1
+    assert list(rows) == names and rows[forms.IN_MEMORY]["ratio"] == 1
     assert all(row["difference"] < 1e-5 for row in rows.values())
     assert all(row["losses"][0] > row["losses"][2] for row in rows.values())
 
 
 @pytest.mark.exhaustive
 def test_offload_gradients_are_bit_identical_to_remat(optimized):
-    rows = by_name(offload.measure_gradients(TINY, [REMAT, OFFLOADED], rounds=1))
-    assert rows[OFFLOADED]["bit_identical_to_remat"] is True
+    rows = by_name(offload.measure_gradients(TINY, [forms.REMAT, forms.OFFLOADED], rounds=1))
+    assert rows[forms.OFFLOADED]["bit_identical_to_remat"] is True
     assert all(row["difference"] < 1e-5 for row in rows.values())
 
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_planned_offload():
-    (row,) = offload.plan_depths(TINY, [FUSED_IN_MEMORY], [2], "l4").rows
+    (row,) = offload.plan_depths(TINY, [forms.FUSED_IN_MEMORY], [2], "l4").rows
     assert row["layers"] == 2 and row["planned_host_bytes"] == 0 < row["planned_device_bytes"]
-    (row,) = offload_peers.plan_peers(TINY, [IN_MEMORY], "l4").rows
-    assert row["name"] == IN_MEMORY and row["ratio"] == 1
-    (row,) = offload_peers.plan_bracket(TINY, (1,), "gh200", [STATE_MOVED]).rows
+    (row,) = offload_peers.plan_peers(TINY, [forms.IN_MEMORY], "l4").rows
+    assert row["name"] == forms.IN_MEMORY and row["ratio"] == 1
+    (row,) = offload_peers.plan_bracket(TINY, (1,), "gh200", [forms.STATE_MOVED]).rows
     assert row["layers"] == 1 and row["planned_host_bytes"] > 0
 
 
