@@ -6,6 +6,7 @@ import pytest
 
 from effjax import cli
 from effjax.train.host_memory import VARIABLE
+from tests.cli.command import one_line
 
 
 @pytest.fixture
@@ -22,6 +23,18 @@ def run(capsys, monkeypatch, tmp_path):
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def refused(run):
+    """Run a wrong command, which ends with one line on stderr; return that line."""
+
+    def refused(*argv):
+        code, out, err = run(*argv)
+        assert (code, out) == (2, "") and one_line(err), err
+        return err
+
+    return refused
 
 
 @pytest.fixture
@@ -68,8 +81,8 @@ def search(monkeypatch):
     def choose_options(make_step, options, **arguments):
         calls.append(arguments)
         last = {name: values[-1] for name, values in options.items()}
-        last |= {"mlp_chunk_size": None} if "mlp_chunk_size" in last else {}
-        last |= {"num_microbatches": 1} if "num_microbatches" in last else {}
+        small = {"mlp_chunk_size": None, "num_microbatches": 1}
+        last |= {name: value for name, value in small.items() if name in last}
         fun, *args = make_step(**last)
         assert callable(fun) and args
         fits = arguments["budget"] is None or arguments["budget"] > 10**6

@@ -8,7 +8,6 @@ import pytest
 
 from effjax.train.text.generate import printable_lines
 from effjax.train.text.tiny import write_checkpoint
-from tests.cli.command import one_line
 
 OPTIONS = "--max-tokens", "9", "--temperature", "0"
 
@@ -66,17 +65,16 @@ def test_ctrl_c_stops_an_answer(talk, when_printed):
 def test_ctrl_c_after_a_stop_ends(talk, monkeypatch):
     """A stop ends an answer before its tokens end, and the next Ctrl-C is not that of an answer."""
     whole = talk("for the class")[1]
-
     lines = ["for the class"]
 
-    def read_message():
+    def read_line(_):
         if not lines:
             signal.raise_signal(signal.SIGINT)
         return lines.pop()
 
-    monkeypatch.setattr("effjax.cli.chat.read_message", read_message)
-    code, out, err = talk(options=["--stop", whole[2:4], *OPTIONS])
-    assert (code, err) == (130, "effjax: interrupted\n") and out == f"{whole[:2]}\n"
+    monkeypatch.setattr("builtins.input", read_line)
+    ended = talk(options=["--stop", whole[2:4], *OPTIONS])
+    assert ended == (130, f"{whole[:2]}\n", "effjax: interrupted\n")
 
 
 @pytest.mark.exhaustive
@@ -93,13 +91,12 @@ def test_a_message_that_is_too_long_is_left_out(talk):
     assert talk("if", options=options) == (0, out, "") and out.strip()
 
 
-def test_errors_are_one_line(talk, run, base, tmp_path):
-    code, out, err = talk(options=["--context", "99999"])
-    assert (code, out) == (2, "") and one_line(err) and "--context 99999 must be at most" in err
-    code, _, err = talk(options=["--mesh", f"data={jax.device_count()}"])
-    assert code == 2 and one_line(err) and "one prompt is completed at a time" in err
+def test_errors(refused, base, tmp_path):
+    err = refused("chat", base, *OPTIONS, "--context", "99999")
+    assert "--context 99999 must be at most" in err
+    err = refused("chat", base, *OPTIONS, "--mesh", f"data={jax.device_count()}")
+    assert "one prompt is completed at a time" in err
     config = tmp_path / "plain" / "tokenizer_config.json"
     write_checkpoint(config.parent)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": None}))
-    code, _, err = run("chat", "plain")
-    assert code == 2 and one_line(err) and "lacks a chat template" in err
+    assert "lacks a chat template" in refused("chat", "plain")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -27,43 +28,36 @@ def test_report_of_this_machine():
     assert "memory:" in text and "native kernels: cpu " in text and "extras:" in text
 
 
+KEY = defaults.Key("NVIDIA L4", "580.1", "13.0", "0" * 64)
+L4 = native.Gpus(13000, 13010, 1, 89)
+WRONG = {"roi_pool": {"float32": "wrong"}}
+FASTER = {"roi_pool": {"float32": "faster", "float64": "slower", "float16": "faster"}}
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
 @pytest.mark.parametrize(
-    ("gpus", "state"),
+    ("gpus", "key", "verdict", "text"),
     [
-        (native.Gpus(13000, 13010, 2, 90), "loaded (built with CUDA 13.0; 2 GPUs)"),
-        (native.Gpus(12090, 0, 0, 0), "loaded (built with CUDA 12.9; no GPU: for plans only)"),
-        (None, "loaded"),
+        (None, None, None, ""),
+        (native.Gpus(12090, 0, 0, 0), None, None, "CUDA 12.9; no GPU: for plans only"),
+        (L4, None, None, "CUDA 13.0; 1 GPUs"),  # which JAX does not use
+        (L4, KEY, None, "CUDA 13.0; 1 GPUs; not validated here: run `effjax doctor --gpu`"),
+        (L4, KEY, WRONG, "CUDA 13.0; 1 GPUs; validated, by default: none"),
+        (L4, KEY, FASTER, "CUDA 13.0; 1 GPUs; validated, by default: roi_pool in float32, float16"),
     ],
 )
-def test_kernels_with_and_without_a_gpu(monkeypatch, gpus, state):
+def test_state_of_the_kernels(monkeypatch, gpus, key, verdict, text):
     monkeypatch.setattr(native, "status", lambda: {"cpu": "loaded", "cuda": "loaded"})
     monkeypatch.setattr(native, "gpus", lambda: gpus)
-    monkeypatch.setattr(defaults, "find_key", lambda _: None)  # JAX does not use the GPUs
-    assert doctor.describe_kernels() == {"cpu": "loaded", "cuda": state}
-
-
-KEY = defaults.Key("NVIDIA L4", "580.1", "13.0", "0" * 64)
-
-
-@pytest.mark.parametrize(
-    ("verdict", "text"),
-    [
-        (None, "; 1 GPUs; not validated here: run `effjax doctor --gpu`)"),
-        ({"roi_pool": {"float32": "wrong"}}, "; 1 GPUs; validated, by default: none)"),
-        (
-            {"roi_pool": {"float32": "faster", "float64": "slower", "float16": "faster"}},
-            "; validated, by default: roi_pool in float32, float16)",
-        ),
-    ],
-)
-def test_report_shows_the_verdict(monkeypatch, tmp_path, verdict, text):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "status", lambda: {"cpu": "loaded", "cuda": "loaded"})
-    monkeypatch.setattr(native, "gpus", lambda: native.Gpus(13000, 13010, 1, 89))
-    monkeypatch.setattr(defaults, "find_key", lambda _: KEY)
+    monkeypatch.setattr(defaults, "find_key", lambda _: key)
     if verdict is not None:
         defaults.write_verdict(KEY, verdict)
-    assert doctor.describe_kernels()["cuda"].endswith(text)
+    built = f" (built with {text})" if text else ""
+    assert doctor.describe_kernels() == {"cpu": "loaded", "cuda": f"loaded{built}"}
 
 
 def row(dtype, native_seconds=0.0, failures=()):
@@ -72,14 +66,13 @@ def row(dtype, native_seconds=0.0, failures=()):
     return row | {"failures": list(failures), "untested": {}}
 
 
-WRONG = {"case": "vmap", "kind": "guard", "text": "4 bytes changed after the end of result 0"}
+GUARD = {"case": "vmap", "kind": "guard", "text": "4 bytes changed after the end of result 0"}
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-@pytest.mark.parametrize("failures", [[], [WRONG]])
+@pytest.mark.parametrize("failures", [[], [GUARD]])
 def test_gpu_command(monkeypatch, tmp_path, capsys, as_json, failures):
     """The command stores the verdict, prints a table, and fails if a kernel is wrong."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def validate(platform, report_line):
         report_line(f"testing on {platform}")
@@ -95,25 +88,16 @@ def test_gpu_command(monkeypatch, tmp_path, capsys, as_json, failures):
     monkeypatch.setattr("effjax.validation.measure_programs", measure_programs)
     argv = ["doctor", "--gpu", *["--json"] * as_json]
     assert cli.main(argv) == len(failures)
-    assert defaults.read_verdict(KEY) == {
-        "roi_pool": {
-            "float32": "faster",
-            "float64": "slower",
-            "float16": "wrong" if failures else "faster",
-        }
-    }
+    verdict = FASTER["roi_pool"] | ({"float16": "wrong"} if failures else {})
+    assert defaults.read_verdict(KEY) == {"roi_pool": verdict}
     out, err = capsys.readouterr()
     table = err if as_json else out
     assert "testing on cuda\n" in table
     # The dtype, the milliseconds of the kernel and of XLA, and the default.
     rows = re.findall(r"^roi_pool +(\w+) +13 +(\S+) +(\S+)  (.*)$", table, re.MULTILINE)
-    assert rows == [
-        ("float32", "1", "2", "kernel"),
-        ("float64", "3", "2", "XLA"),
-        ("float16", "-", "-", "XLA, the kernel is WRONG")
-        if failures
-        else ("float16", "1", "2", "kernel"),
-    ]
+    assert rows[:2] == [("float32", "1", "2", "kernel"), ("float64", "3", "2", "XLA")]
+    wrong = ("float16", "-", "-", "XLA, the kernel is WRONG")
+    assert rows[2:] == [wrong if failures else ("float16", "1", "2", "kernel")]
     texts = ["roi_pool float16, vmap: guard: 4 bytes changed", "memory, elementwise: peak: !"]
     assert [text in table for text in texts] == [bool(failures)] * 2
     assert str(tmp_path) in table
@@ -123,9 +107,8 @@ def test_gpu_command(monkeypatch, tmp_path, capsys, as_json, failures):
 
 
 @pytest.mark.parametrize("others", [[], [row("float16", 0.001)]])
-def test_gpu_command_with_too_little_memory(monkeypatch, tmp_path, capsys, others):
+def test_gpu_command_with_too_little_memory(monkeypatch, capsys, others):
     """A kernel that was not tested gets no verdict. If none was, the last verdict remains."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before: defaults.Outcomes = {"roi_pool": {"float32": "faster"}}
     defaults.write_verdict(KEY, before)
     untested = row("float32") | {"seconds": {}, "untested": {"plain": "RESOURCE_EXHAUSTED"}}
@@ -143,12 +126,9 @@ def test_gpu_command_with_too_little_memory(monkeypatch, tmp_path, capsys, other
 
 def test_gpu_command_without_a_home_directory(monkeypatch, capsys):
     """The error comes before the kernels are tested, not after."""
-
-    def fail():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(defaults.Path, "home", fail)
+    failure = RuntimeError("Could not determine home directory.")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", mock.Mock(side_effect=failure))
     assert cli.main(["doctor", "--gpu"]) == 1
     assert "Could not determine home directory. Set XDG_CACHE_HOME" in capsys.readouterr().err
 
@@ -164,9 +144,8 @@ def test_gpu_command_without_a_gpu(capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not native.is_available("cpu"), reason="built without native kernels")
-def test_whole_path_with_the_cpu_kernels(monkeypatch, tmp_path, capsys):
+def test_whole_path_with_the_cpu_kernels(monkeypatch, capsys):
     """Kernels that pass run by default, and a broken one does not."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options: Any = dict(platform="cpu", table="tests.native.broken:KERNELS", dtypes=["float32"])
     with broken.quick_children():
         names = ["correct", "wrong value"]
@@ -200,10 +179,8 @@ def test_missing_packages_of_an_extra(monkeypatch):
     }
     monkeypatch.setattr(doctor, "_version", lambda name: "1" if name in required else None)
     monkeypatch.setattr(importlib.metadata, "requires", required.get)
-    for extra, missing in {
-        "cuda13": ["nvidia-cublas"], "plan": [], "test": ["no-such-package"],
-    }.items():  # fmt: skip
-        assert doctor.missing_packages("effjax", extra) == missing
+    missing = [doctor.missing_packages("effjax", extra) for extra in ("cuda13", "plan", "test")]
+    assert missing == [["nvidia-cublas"], [], ["no-such-package"]]
 
 
 @pytest.mark.parametrize(
@@ -257,12 +234,8 @@ def test_cuda_error_is_one_line_if_there_is_a_gpu(monkeypatch, gpu):
 
 
 def test_report_without_a_backend(monkeypatch):
-    def fail():
-        raise RuntimeError("Unable to initialize backend 'cuda':\n no driver")
-
-    monkeypatch.setattr("jax.local_devices", fail)
+    failure = RuntimeError("Unable to initialize backend 'cuda':\n no driver")
+    monkeypatch.setattr("jax.local_devices", mock.Mock(side_effect=failure))
     report = doctor.examine()
-    assert report["devices"] == []
-    assert "devices: none, Unable to initialize backend 'cuda': no driver" in doctor.format_lines(
-        report
-    )
+    line = "devices: none, Unable to initialize backend 'cuda': no driver"
+    assert report["devices"] == [] and line in doctor.format_lines(report)

@@ -1,13 +1,18 @@
 """Wrong command lines: one line on stderr, or the help, no traceback, and the right exit code."""
 
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from effjax import convert
-from tests.cli.command import is_escaped, odd_name, one_line
+from effjax.train.text.tiny import write_checkpoint
+from tests.cli.command import TINY, is_escaped, odd_name, one_line
 from tests.convert.pickles import Global, zipped
+
+TO_NEW = "--model", "resnet18", "--to", "new"
 
 
 @pytest.mark.parametrize("argv", [[], ["train"]])
@@ -22,30 +27,51 @@ def test_no_command_shows_the_help(run, argv):
         (["trian"], "No such command 'trian'"),
         (["doctor", "--nope"], "--nope. See effjax doctor --help."),
         (["convert", "nowhere.pth", "--model", "alexnet", "--to", "new"], "--model alexnet must"),
-        (["memory", "lm", "--batch-size", "many"], "'--batch-size'"),
         (["train", "densenet", "--validation", "1.5"], "--validation (=1.5) must be a share"),
         (["train", "densenet", "--coordinator", "host:1"], "must be given together"),
+        ([*TINY, "--batch-size", "12"], "--batch-size (=12)"),
+        ([*TINY, "--model", "vgg"], "--model (='vgg')"),
+        ([*TINY, "--model", "resnet50"], "Use effjax train resnet --model resnet50."),
+        ([*TINY, "--model", "wide_resnet50_2"], "Use effjax train resnet --model wide_resnet50_2."),
+        ([*TINY, "--freeze-stages", "1"], "--freeze-stages (=1) needs --init-from"),
+        (["train", "densenet", "--resume", "here", "--fit", "1GB"], "--fit cannot be combined"),
         (["train", "resnet", "--compare-plain"], "--compare-plain needs --dcn"),
         (["train", "lm", "--offload", "some"], "'--offload'"),
+        (["train", "lm", "--fit", "24"], "--fit '24' must be a size, such as 24GB"),
+        (["train", "lm", "--fit", "h300"], "must be one of h200"),
+        (["train", "lm", "--fit", "l4:99GB"], "must be at most the memory of NVIDIA L4"),
+        (["train", "lm", "--seed", "1", "--seed=2"], "--seed is given 2 times. Give one."),
+        (["finetune", "base", "--seed", "1", "--seed=2"], "--seed is given 2 times"),
+        (["memory", "lm", "--seed", "1", "--seed=2"], "--seed is given 2 times"),
+        (["memory", "lm", "--batch-size", "many"], "'--batch-size'"),
+        (["memory", "lm", "base"], "unexpected extra argument"),
+        (["memory", "lm", "--max-length", "8"], "No such option: --max-length"),
+        (["memory", "lm12"], "No such command 'lm12'"),
+        (["memory", "finetune"], "finetune needs CHECKPOINT"),
+        (["memory", "finetune", "nowhere"], "nowhere: not found"),
+        (["memory", "finetune", "base", "--width", "8"], "No such option: --width"),
+        (["memory", "resnet", "--depth", "77"], "--depth (=77) must be one of"),
+        (["memory", "densenet", "--layers", "2"], "No such option: --layers"),
+        (["memory", "densenet", "--budget", "a lot"], "--budget 'a lot' must be a size"),
+        (["memory", "densenet", "--budget", "1GB", "--max-batch"], "combined with --max-batch"),
+        (["memory", "densenet", "--budget", "1GB", "--only", "plain"], "combined with --only"),
     ],
 )
-def test_wrong_options_are_one_line(run, tmp_path, argv, message):
-    code, out, err = run(*argv)
-    assert (code, out) == (2, "") and one_line(err) and message in err, err
+def test_wrong_options_are_one_line(refused, tmp_path, argv, message):
+    assert message in refused(*argv)
     assert not list(tmp_path.iterdir())
 
 
-def test_long_messages_are_cut(run):
+def test_long_messages_are_cut(refused):
     """A key of a file or an option may have any length."""
-    code, _, err = run("k" * 10**5)
-    assert code == 2 and one_line(err) and len(err) < 3000
-    assert "kk […] kk" in err and err.endswith("See effjax --help.\n")
+    err = refused("k" * 10**5)
+    assert len(err) < 3000 and "kk […] kk" in err and err.endswith("See effjax --help.\n")
 
 
 @pytest.mark.parametrize(
     ("argv", "option"),
     [
-        (["convert", "in.safetensors", "--model", "resnet18", "--to", "new"], "--num-classes"),
+        (["convert", "in.safetensors", *TO_NEW], "--num-classes"),
         (["memory", "densenet"], "--batch-size"),
         (["train", "resnet"], "--freeze-stages"),
         (["train", "lm"], "--layers"),
@@ -53,47 +79,59 @@ def test_long_messages_are_cut(run):
     ],
 )
 @pytest.mark.parametrize("value", [10**30, -1])
-def test_integers_have_bounds(run, tmp_path, argv, option, value):
-    code, out, err = run(*argv, option, value)
-    assert (code, out) == (2, "") and one_line(err) and option[2:].split("-")[0] in err, err
+def test_integers_have_bounds(refused, tmp_path, argv, option, value):
+    assert option[2:].split("-")[0] in refused(*argv, option, value)
     assert not list(tmp_path.iterdir())
 
 
-def write_odd_files(kind):
-    """Write a file with odd names."""
-    if kind == "names":
-        convert.save_weights("in.safetensors", {odd_name(): np.ones(2)})
-    elif kind == "dtype":
-        info = {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}
-        header = json.dumps({odd_name(): info}).encode()
-        with open("in.safetensors", "wb") as file:
-            file.write(len(header).to_bytes(8, "little") + header + b"1")
-    elif kind == "pth":
-        with open("in.pth", "wb") as file:
-            file.write(zipped({"a": Global(f"os {odd_name().replace(chr(13), '')}")}))
+@pytest.mark.parametrize(
+    ("package", "argv", "extra"),
+    [
+        ("typer", ["train", "densenet", "--help"], "train"),
+        ("rich", ["train", "densenet", "--help"], "train"),
+        ("tokenizers", ["finetune", "base", "--data", "rows.jsonl"], "finetune"),
+        ("tokenizers", ["generate", "base", "--prompt", "a"], "finetune"),
+    ],
+)
+def test_missing_packages(run, refused, monkeypatch, tmp_path, package, argv, extra):
+    if package == "tokenizers":
+        write_checkpoint(tmp_path / "base")
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f'{package} is missing. Run pip install ".[{extra}]" in a clone' in refused(*argv)
+    if extra == "train":
+        code, out, _ = run("doctor", "--json")
+        assert code == 0 and json.loads(out)["devices"]
+
+
+def write_odd_files():
+    """Write files with odd names: of an array, of a dtype, and of a function."""
+    convert.save_weights("names.safetensors", {odd_name(): np.ones(2)})
+    info = {"dtype": "F8_E4M3", "shape": [1], "data_offsets": [0, 1]}
+    header = json.dumps({odd_name(): info}).encode()
+    Path("dtype.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"1")
+    Path("in.pth").write_bytes(zipped({"a": Global(f"os {odd_name().replace(chr(13), '')}")}))
 
 
 @pytest.mark.parametrize(
-    ("kind", "argv"),
+    "argv",
     [
-        ("names", ["convert", "in.safetensors", "--model", "resnet18", "--to", "new"]),
-        ("dtype", ["convert", "in.safetensors", "--model", "resnet18", "--to", "new"]),
-        ("pth", ["convert", "in.pth", "--model", "resnet18", "--to", "new"]),
-        ("names", ["convert", "in.safetensors", "--model", odd_name(), "--to", "new"]),
-        (None, ["convert", odd_name(".safetensors"), "--model", "resnet18", "--to", "new"]),
-        (None, ["train", odd_name()]),
-        (None, ["train", "lm", "--data", f"text:{odd_name()}"]),
-        (None, ["train", "lm", "--data", "text:\x1b2J\x9b1m\u202e\udcff"]),
-        (None, ["train", "lm", "--mesh", odd_name()]),
-        (None, ["train", "lm", "--resume", odd_name()]),
-        (None, ["memory", odd_name()]),
-        (None, ["memory", "step", f"{odd_name()}:steps"]),
+        ["convert", "names.safetensors", *TO_NEW],
+        ["convert", "dtype.safetensors", *TO_NEW],
+        ["convert", "in.pth", *TO_NEW],
+        ["convert", "names.safetensors", "--model", odd_name(), "--to", "new"],
+        ["convert", odd_name(".safetensors"), *TO_NEW],
+        ["train", odd_name()],
+        ["train", "lm", "--data", f"text:{odd_name()}"],
+        ["train", "lm", "--data", "text:\x1b2J\x9b1m\u202e\udcff"],
+        ["train", "lm", "--mesh", odd_name()],
+        ["train", "lm", "--resume", odd_name()],
+        ["memory", odd_name()],
+        ["memory", "step", f"{odd_name()}:steps"],
     ],
 )
-def test_names_in_errors_are_escaped(run, kind, argv):
-    write_odd_files(kind)
-    code, out, err = run(*argv)
-    assert (code, out) == (2, "") and one_line(err) and is_escaped(err), err
+def test_names_in_errors_are_escaped(refused, argv):
+    write_odd_files()
+    assert is_escaped(refused(*argv))
 
 
 @pytest.mark.parametrize("path", ["run[1]", "run\udcff"])
