@@ -30,7 +30,7 @@ def test_report_of_this_machine():
 
 KEY = defaults.Key("NVIDIA L4", "580.1", "13.0", "0" * 64)
 L4 = native.Gpus(13000, 13010, 1, 89)
-WRONG = {"roi_pool": {"float32": "wrong"}}
+WRONG: defaults.Outcomes = {"roi_pool": {"float32": "wrong"}}
 FASTER = {"roi_pool": {"float32": "faster", "float64": "slower", "float16": "faster"}}
 
 
@@ -60,68 +60,66 @@ def test_state_of_the_kernels(monkeypatch, gpus, key, verdict, text):
     assert doctor.describe_kernels() == {"cpu": "loaded", "cuda": f"loaded{built}"}
 
 
-def row(dtype, native_seconds=0.0, failures=()):
-    seconds = {} if failures else {"native": native_seconds, "xla": 0.002}
-    row = {"kernel": "roi_pool", "dtype": dtype, "passed": 13, "skipped": {}, "seconds": seconds}
-    return row | {"failures": list(failures), "untested": {}}
+def kernel(dtype, seconds, **change):
+    """Return a row of a report on kernels."""
+    row = {"kernel": "roi_pool", "dtype": dtype, "passed": 13, "skipped": {}}
+    seconds = {"native": seconds, "xla": 0.002} if seconds else {}
+    return row | {"seconds": seconds, "failures": [], "untested": {}} | change
 
 
 GUARD = {"case": "vmap", "kind": "guard", "text": "4 bytes changed after the end of result 0"}
+PEAK = {"case": "elementwise", "kind": "peak", "text": "!"}
+NO_MEMORY = {"plain": "RESOURCE_EXHAUSTED"}
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-@pytest.mark.parametrize("failures", [[], [GUARD]])
-def test_gpu_command(monkeypatch, tmp_path, capsys, as_json, failures):
-    """The command stores the verdict, prints a table, and fails if a kernel is wrong."""
+@pytest.mark.parametrize(
+    ("last", "outcome", "default", "line"),
+    [
+        (kernel("float16", 0.001), "faster", "1 +2  kernel", ""),
+        (kernel("float16", None, failures=[GUARD]), "wrong", "- +-  XLA, .*WRONG", "4 bytes"),
+        (kernel("float16", None, untested=NO_MEMORY), None, "- +-  XLA, .*not tested", "EXHAUST"),
+    ],
+)
+def test_gpu_command(monkeypatch, tmp_path, capsys, last, outcome, default, line):
+    """It stores the verdict, prints a table, and fails unless all kernels pass."""
+    verdict = {"float32": "faster", "float64": "slower"} | ({"float16": outcome} if outcome else {})
 
     def validate(platform, report_line):
         report_line(f"testing on {platform}")
-        rows = [row("float32", 0.001), row("float64", 0.003), row("float16", 0.001, failures)]
+        rows = [kernel("float32", 0.001), kernel("float64", 0.003), last]
         return {"key": KEY._asdict(), "packages": {"jax": "1.2"}, "kernels": rows}
 
     def measure_programs(report, report_line):
-        assert defaults.read_verdict(KEY) is not None  # stored before
-        failure = {"case": "elementwise", "kind": "peak", "text": "!"}
-        report["programs"] = [{"name": "elementwise", "failures": [failure]}] * len(failures)
+        assert defaults.read_verdict(KEY) == {"roi_pool": verdict}  # stored before
+        failures = [PEAK] * len(last["failures"])
+        report["programs"] = [{"name": "elementwise", "failures": failures}]
 
     monkeypatch.setattr("effjax.validation.validate", validate)
     monkeypatch.setattr("effjax.validation.measure_programs", measure_programs)
-    argv = ["doctor", "--gpu", *["--json"] * as_json]
-    assert cli.main(argv) == len(failures)
-    verdict = FASTER["roi_pool"] | ({"float16": "wrong"} if failures else {})
-    assert defaults.read_verdict(KEY) == {"roi_pool": verdict}
-    out, err = capsys.readouterr()
-    table = err if as_json else out
-    assert "testing on cuda\n" in table
+    assert cli.main(["doctor", "--gpu"]) == bool(line)
+    table = capsys.readouterr().out
+    assert "testing on cuda\n" in table and str(tmp_path) in table
     # The dtype, the milliseconds of the kernel and of XLA, and the default.
-    rows = re.findall(r"^roi_pool +(\w+) +13 +(\S+) +(\S+)  (.*)$", table, re.MULTILINE)
-    assert rows[:2] == [("float32", "1", "2", "kernel"), ("float64", "3", "2", "XLA")]
-    wrong = ("float16", "-", "-", "XLA, the kernel is WRONG")
-    assert rows[2:] == [wrong if failures else ("float16", "1", "2", "kernel")]
-    texts = ["roi_pool float16, vmap: guard: 4 bytes changed", "memory, elementwise: peak: !"]
-    assert [text in table for text in texts] == [bool(failures)] * 2
-    assert str(tmp_path) in table
-    if as_json:
-        report = json.loads(out)
-        assert len(report["failures"]) == 2 * len(failures) and report["key"] == KEY._asdict()
+    for row in ("float32 +13 +1 +2  kernel", "float64 +13 +3 +2  XLA", f"float16 +13 +{default}"):
+        assert re.search(rf"^roi_pool +{row}$", table, re.MULTILINE)
+    assert re.search(rf"^roi_pool float16, (vmap|plain): .*{line}", table, re.MULTILINE) or not line
+    assert ("memory, elementwise: peak: !" in table) == bool(last["failures"])
+    assert cli.main(["doctor", "--gpu", "--json"]) == bool(line)
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert err == table and report["key"] == KEY._asdict()
+    assert len(report["failures"]) == 2 * len(last["failures"])
 
 
-@pytest.mark.parametrize("others", [[], [row("float16", 0.001)]])
-def test_gpu_command_with_too_little_memory(monkeypatch, capsys, others):
-    """A kernel that was not tested gets no verdict. If none was, the last verdict remains."""
-    before: defaults.Outcomes = {"roi_pool": {"float32": "faster"}}
-    defaults.write_verdict(KEY, before)
-    untested = row("float32") | {"seconds": {}, "untested": {"plain": "RESOURCE_EXHAUSTED"}}
-    report = {"key": KEY._asdict(), "packages": {}, "kernels": [untested, *others]}
+def test_gpu_command_that_tests_no_kernel(monkeypatch, capsys):
+    defaults.write_verdict(KEY, WRONG)
+    rows = [kernel("float32", None, untested={"plain": "RESOURCE_EXHAUSTED"})]
+    report = {"key": KEY._asdict(), "packages": {}, "kernels": rows}
     monkeypatch.setattr("effjax.validation.validate", lambda **_: report)
     monkeypatch.setattr("effjax.validation.measure_programs", lambda *_, **__: None)
     assert cli.main(["doctor", "--gpu"]) == 1
-    want = {"roi_pool": {"float16": "faster"}} if others else before
-    assert defaults.read_verdict(KEY) == want
-    out = capsys.readouterr().out
-    assert "roi_pool float32, plain: not tested: RESOURCE_EXHAUSTED" in out
-    assert "XLA, the kernel was not tested" in out
-    assert ("the verdict is unchanged" in out) == (not others)
+    assert "the verdict is unchanged" in capsys.readouterr().out
+    assert defaults.read_verdict(KEY) == WRONG
 
 
 def test_gpu_command_without_a_home_directory(monkeypatch, capsys):

@@ -70,11 +70,6 @@ def test_signals_save_the_run_and_it_resumes(run_lm, when_printed, tmp_path):
     assert (stored["steps"], stored["on_nan"], stored["width"]) == (30, "skip", 8)
 
 
-def test_ctrl_c_before_a_run(run_lm, monkeypatch):
-    monkeypatch.setattr("jax.devices", mock.Mock(side_effect=KeyboardInterrupt))
-    assert run_lm(*LM) == (130, "", "effjax: interrupted\n")
-
-
 def test_out_of_memory(run_lm, monkeypatch):
     exhausted = RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 TB")
     monkeypatch.setattr("jax.random.key", mock.Mock(side_effect=exhausted))
