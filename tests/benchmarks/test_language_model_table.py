@@ -141,7 +141,7 @@ def test_published_cells():
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_plan(tmp_path, monkeypatch):
-    """Both GPUs have rows from one program. Here it is a small one; test_subjects plans a step."""
+    """Both GPUs have rows from one program. Here it is a small one; test_plans plans a step."""
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     x = jax.ShapeDtypeStruct((2**24,), jnp.float32, sharding=host)
     program = offload_jit(lambda x: jnp.sin(to_device(x)).sum(), donate=False), x
