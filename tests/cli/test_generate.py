@@ -61,10 +61,9 @@ def change(file, **settings):
 
 
 def test_greedy_completions_of_prompts(run, base):
-    code, out, err = run("generate", base, "--no-chat", "--prompt", PROMPT, *GREEDY)
-    assert (code, err) == (0, "")
     completion = text_of(base, greedy_tokens(base, PROMPT))
-    assert out == f"{completion}\n" and completion
+    ran = run("generate", base, "--no-chat", "--prompt", PROMPT, *GREEDY)
+    assert ran == (0, f"{completion}\n", "") and completion
     prompts = ["--prompt", "if", "--prompt", PROMPT]
     _, out, _ = run("generate", base, "--no-chat", *prompts, *GREEDY, "--offload")
     assert out.startswith("> if\n") and out.endswith(f"\n> {PROMPT}\n{completion}\n")
@@ -87,23 +86,11 @@ def test_chat(run, base):
     assert run("generate", base, "--prompt", PROMPT, *options) == (0, out, "")
 
 
-def test_tokens_that_end_a_completion(base):
-    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    change(base / "config.json", eos_token_id=5)
-    model = find_model(base, None, TODAY)
-    ids = [model.tokenizer.backend.token_to_id(name) for name in ("</s>", "<|im_end|>")]
-    assert model.encode(PROMPT, None, chat=False)[1] == {5, 7, 9, ids[0]}
-    assert model.encode(PROMPT, None, chat=True)[1] == {5, 7, 9, *ids}
-
-
 def test_seed_and_sampling(run, base):
     options = "--no-chat", "--prompt", PROMPT, "--max-tokens", "12", "--temperature", "5"
-    results = [
-        run("generate", base, *options, "--top-p", "0.9", "--top-k", "99", "--seed", s)
-        for s in (0, 0, 1)
-    ]
-    assert results[0] == results[1] != results[2]
-    assert results[0][0] == 0
+    options += "--top-p", "0.9", "--top-k", "99"
+    first, same, other = (run("generate", base, *options, "--seed", seed) for seed in (0, 0, 1))
+    assert first == same != other and first[0] == 0
 
 
 def test_runs_and_adapters(run, refused, base, tmp_path):
@@ -133,14 +120,6 @@ def test_runs_and_adapters(run, refused, base, tmp_path):
     assert "does not fit its base model" in refused("generate", "lora", *options)
 
 
-def test_dtype(base):
-    assert find_model(base, None, TODAY).config.dtype == "float32"
-    model = find_model(base, "bfloat16", TODAY)
-    layers, others, scale = model.load(offload=False)
-    assert {str(a.dtype) for a in jax.tree.leaves((layers, others))} == {"bfloat16"}
-    assert scale == 1
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -164,12 +143,10 @@ def test_dtype(base):
     ],
 )
 def test_wrong_models_and_options(refused, base, tmp_path, argv, message):
-    for name, command in (("run", "finetune"), ("lm", "lm")):
-        (tmp_path / name).mkdir()
-        config = {"effjax": "0.1.0", "command": command}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    for name in ("bare", "plain", "small", "eos"):
+    for name in ("bare", "plain", "small", "eos", "run", "lm"):
         shutil.copytree(base, tmp_path / name)
+    change(tmp_path / "run" / "config.json", effjax="0.1.0", command="finetune")
+    change(tmp_path / "lm" / "config.json", effjax="0.1.0", command="lm")
     (tmp_path / "bare" / "tokenizer.json").unlink()
     change(tmp_path / "plain" / "tokenizer_config.json", chat_template=None)
     change(tmp_path / "small" / "config.json", vocab_size=3)
@@ -275,10 +252,18 @@ def test_sharded_parameters(run, base, options):
     assert run(*names, "--mesh", axes) == run(*names)
 
 
-def test_number_of_tokens(base):
-    """The text has at most as many tokens as the model has positions."""
+def test_settings_of_the_files(base):
+    """The dtype, the tokens that end a completion, and the positions, which limit their number."""
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    change(base / "config.json", eos_token_id=5)
     model = find_model(base, None, TODAY)
+    ids = [model.tokenizer.backend.token_to_id(name) for name in ("</s>", "<|im_end|>")]
+    assert model.encode(PROMPT, None, chat=False)[1] == {5, 7, 9, ids[0]}
+    assert model.encode(PROMPT, None, chat=True)[1] == {5, 7, 9, *ids}
     assert count_new_tokens(model, [[1] * 60, [1]], 100) == 4
     assert count_new_tokens(model, [[1] * 60, [1]], 3) == 3
     change(base / "config.json", max_position_embeddings=None)
     assert count_new_tokens(find_model(base, None, TODAY), [[1] * 60], 100) == 100
+    assert model.config.dtype == "float32"
+    layers, others, scale = find_model(base, "bfloat16", TODAY).load(offload=False)
+    assert {str(a.dtype) for a in jax.tree.leaves((layers, others))} == {"bfloat16"} and scale == 1
