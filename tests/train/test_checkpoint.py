@@ -21,6 +21,7 @@ from effjax.train.checkpoint import MANIFEST, WRITTEN_AFTER_MANIFEST, Checkpoint
 from effjax.train.errors import TrainError
 from effjax.train.run_directory import digest_json
 from tests.tiers import vary
+from tests.train.small import assert_same_bits
 
 SHAPE = 512, 256
 ROOT = Path(__file__).parent.parent.parent
@@ -104,9 +105,7 @@ def shapes_of(state):
 def assert_same(actual, expected):
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert one.sharding == other.sharding and one.dtype == other.dtype
-        if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-            one, other = jax.random.key_data(one), jax.random.key_data(other)
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        assert_same_bits(one, other)
 
 
 @vary("slice_bytes", [60, 16, 200, 1 << 20])
