@@ -125,15 +125,13 @@ def test_skipped_steps_change_nothing(task, tmp_path, at):
     assert_same_run(task, stopped, run)
 
 
+ONE_STEP = {"steps": 1, "report_every": 1, "fuse_update": True}
+
+
 @vary(
     "make, options, value, remedy",
     [
-        (
-            lm_task,
-            {"steps": 1, "report_every": 1, "fuse_update": True},
-            GRADIENTS,
-            "the parameters",
-        ),
+        (lm_task, ONE_STEP, GRADIENTS, "check the parameters"),
         (lm_task, {}, GRADIENTS, "Use a `learning_rate` below"),
         (image_task, {}, GRADIENTS, "Use a `learning_rate` below"),
         (image_task, {}, LOSS, "Use a `learning_rate` below"),
