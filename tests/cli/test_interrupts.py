@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from effjax.cli.interrupts import Interrupts
+from effjax.train.run_directory import RunDirectory
+from tests.cli.command import one_line
 
 NEW_RUN = (
     "train lm --data text:fox.txt --layers 1 --width 8 --heads 2 --context 8 --batch-size 2 "
@@ -70,29 +72,24 @@ def wait_for(process, text):
 
 
 @pytest.mark.exhaustive
-def test_a_second_ctrl_c_ends_at_once(start, tmp_path):
-    """While JAX computes a step that never ends."""
-    process = start(*NEW_RUN.split(), "--checkpoint-every", "1", before=BUSY + IN_A_STEP)
+@pytest.mark.parametrize(
+    ("busy", "presses", "message"),
+    [
+        (IN_A_STEP, 2, "here keeps step {}. Resume with effjax train lm --resume here"),
+        (WHILE_COMPILING, 1, "interrupted before the first step. Nothing is kept."),
+    ],
+)
+def test_ctrl_c_while_jax_is_busy(start, tmp_path, busy, presses, message):
+    """The second one ends a step that would never end."""
+    process = start(*NEW_RUN.split(), "--checkpoint-every", "1", before=BUSY + busy)
     wait_for(process, "busy")
     process.send_signal(signal.SIGINT)
-    wait_for(process, "press Ctrl-C again to end now")
-    process.send_signal(signal.SIGINT)
+    if presses == 2:
+        wait_for(process, "press Ctrl-C again to end now")
+        process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    names = [file.name for file in (tmp_path / "here" / "checkpoints").iterdir()]
-    last = max(int(name) for name in names if name.isdigit())
-    resume = f"here keeps step {last}. Resume with effjax train lm --resume here"
-    assert (process.returncode, err) == (130, f"effjax: interrupted. {resume}\n")
-    assert last > 0
-
-
-@pytest.mark.exhaustive
-def test_ctrl_c_while_compiling(start):
-    process = start(*NEW_RUN.split(), before=BUSY + WHILE_COMPILING)
-    wait_for(process, "busy")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    kept = "effjax: interrupted before the first step. Nothing is kept.\n"
-    assert (process.returncode, err) == (130, kept)
+    assert process.returncode == 130 and one_line(err)
+    assert message.format(RunDirectory(tmp_path / "here").last_step) in err
 
 
 def test_no_traceback_of_a_lost_exception(monkeypatch):

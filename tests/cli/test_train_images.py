@@ -3,8 +3,11 @@ import shutil
 
 import pytest
 
+from effjax import convert
 from tests.cli.command import TINY
 from tests.train import small
+from tests.train.images import archives
+from tests.train.images.test_source_weights import make_weights
 
 
 @pytest.mark.parametrize(
@@ -60,6 +63,29 @@ def test_resnet_and_its_comparison(run, monkeypatch, tmp_path):
     shutil.rmtree(tmp_path / "here-plain")
     code, out, err = run("train", "resnet", "--resume", "here", "--compare-plain")
     assert (code, err) == (0, "") and out.splitlines()[-1] == last
+
+
+@pytest.mark.exhaustive
+def test_starts_with_a_file_and_resumes_without_it(run, tmp_path):
+    archives.write_images(tmp_path / "flowers", dict(daisy=10, rose=10, tulip=10), size=(8, 8))
+    file = tmp_path / "in.safetensors"
+    convert.save_weights(file, make_weights())
+    options = "--depth", "8", "--freeze-stages", "1", "--init-from", "in.safetensors"
+    data = "--data", "folder:flowers", "--batch-size", "8", "--validation", "0", "--epochs", "1"
+    code, out, err = run("train", "resnet", *options, *data, "--out", "here")
+    assert (code, err) == (0, "")
+    for line in (
+        f"weights: those of {file}",
+        "new head of 3 classes; the file has 7 classes",
+        "pixels are normalized by ImageNet's mean and standard deviation",
+        "frozen: the stem and 1 stage; ",
+    ):
+        assert line in out
+    config = json.loads((tmp_path / "here" / "config.json").read_text())["options"]
+    assert config["init_from"] == str(file) and config["freeze_stages"] == 1
+    file.unlink()
+    code, out, err = run("train", "resnet", "--resume", "here", "--epochs", "2")
+    assert (code, err) == (0, "") and "epoch 2/2" in out and "frozen: the stem" in out
 
 
 def test_a_run_of_another_command(refused, tmp_path):
