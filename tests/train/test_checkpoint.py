@@ -148,7 +148,7 @@ def test_a_save_that_fails_waits_for_its_other_writes(tmp_path, monkeypatch):
     store.write.side_effect = [*writes, OSError(28, "No space left on device")]
     monkeypatch.setattr(array_handler, "_create", lambda info, a: store)
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space"):
             checkpoints.save(1, state(1))
         assert all(write.exception.called for write in writes) and checkpoints.steps == []
 
@@ -194,7 +194,7 @@ def test_detects_changed_missing_and_additional_files(tmp_path):
             assert file.name in (checkpoints.find_damage(2) or "")
             file.write_bytes(content)
         (folder / "default" / "more").touch()
-        with pytest.raises(TrainError, match=r"2 is damaged \(default/more is not in"):
+        with pytest.raises(TrainError, match="2 .*default/more"):
             checkpoints.restore(state(2), 2)
         (folder / "default" / "more").unlink()
         assert_intact(checkpoints, 2)
@@ -231,10 +231,10 @@ def test_falls_back_to_the_newest_intact_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("like", "failure", "match"),
     [
-        ({"shape": (3001,)}, None, "2 is intact, but does not match the model"),
-        ({"dtype": np.int32}, None, "does not match"),
-        ({}, OSError(5, "Input/output error"), r"2 cannot be read \(Input/output error\)"),
-        ({}, "flipped bits", r"no checkpoint is intact \(2: .*, 1: "),
+        ({"shape": (3001,)}, None, "2 is intact"),
+        ({"dtype": np.int32}, None, "2 is intact"),
+        ({}, OSError(5, "Input/output error"), "2 .*Input/output error"),
+        ({}, "flipped bits", "2: .*, 1: "),
     ],
 )
 def test_renames_nothing_if_nothing_is_restored(tmp_path, monkeypatch, like, failure, match):
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_another_version(tmp_path, change, version):
     file = save(tmp_path, {1: 0.1, 2: 0.2}) / "2" / MANIFEST
     manifest = json.loads(file.read_text()) | change | {"sha256": None}
     write_manifest(file, {k: v for k, v in manifest.items() if v is not None})
-    with pytest.raises(TrainError, match=f"2 was written by effjax {version}, in another format"):
+    with pytest.raises(TrainError, match=f"2 .*effjax {version}"):
         Checkpoints(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
 

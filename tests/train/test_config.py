@@ -63,7 +63,7 @@ def test_json_roundtrip(config):
 
 @pytest.mark.parametrize("options", [None, {"depht": 22}, {"learning_rate": -1}])
 def test_rejects_config_of_another_version(options):
-    with pytest.raises(TrainError, match="not that of effjax train densenet, or of another vers"):
+    with pytest.raises(TrainError, match="effjax train densenet"):
         DenseNetRunConfig.from_json(options)
 
 

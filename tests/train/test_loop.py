@@ -217,14 +217,14 @@ def test_changed_metrics(tmp_path, first_is_best):
     text, loss = file.read_text(), repr(run.read_metrics()[0]["validation_loss"])
     changed = text.replace(loss, loss[:5] + str(9 - int(loss[5])) + loss[6:], 1)
     file.write_text(changed)
-    with pytest.raises(TrainError, match=r"metrics\.jsonl was changed after the checkpoint"):
+    with pytest.raises(TrainError, match=r"metrics\.jsonl was changed"):
         fit(first, run, resume=True)
     assert file.read_text() == changed
 
 
 def test_a_locked_run(tmp_path, task):
     run = new_run(tmp_path / "run", task)
-    with run.locked(), pytest.raises(TrainError, match="run: another process is training in it"):
+    with run.locked(), pytest.raises(TrainError, match="another process"):
         fit(task, RunDirectory.open(run.path), resume=True)
     assert run.read_metrics() == []
 
@@ -254,18 +254,17 @@ def test_a_longer_run(tmp_path, task, whole):
     assert lines[3]["learning_rate"] > before
     assert run.read_config() == longer.describe()
 
-    message = rf"`{task.unit}s` \(=1\) must be at least {length}: .*run has taken {end} steps"
-    with pytest.raises(TrainError, match=message):
+    with pytest.raises(TrainError, match=rf"`{task.unit}s` \(=1\) .*{length}: .*{end} steps"):
         fit(of_length(task, 1), run, resume=True)
     assert run.read_metrics() == lines and run.read_config() == longer.describe()
 
 
 def test_a_run_of_other_options_or_data(tmp_path, task, whole):
     run = copy_of(whole[0], tmp_path / "run")
-    with pytest.raises(TrainError, match=r"run was trained with `seed` \(=0\), not with 1"):
+    with pytest.raises(TrainError, match=r"`seed` \(=0\), not with 1"):
         fit(of_length(task, length_of(task), seed=1), run, resume=True)
     (run.path / "config.json").write_text(json.dumps(task.describe() | {"data": {}}))
-    with pytest.raises(TrainError, match="was trained on other data"):
+    with pytest.raises(TrainError, match="other data"):
         fit(task, run, resume=True)
     assert run.read_metrics() == whole[0].read_metrics()
     assert checkpoints(run) == checkpoints(whole[0])
@@ -297,7 +296,7 @@ def test_a_run_that_is_deleted(tmp_path, task, when):
     run, progress = new_run(tmp_path / "run", task), Progress()
     if when != "stop":
         setattr(progress, when, delete)
-    with pytest.raises(TrainError, match=r"run was deleted during training\. Start a new run"):
+    with pytest.raises(TrainError, match="run was deleted"):
         fit(task, run, progress, stop=delete if when == "stop" else lambda step: False)
 
 
@@ -309,8 +308,7 @@ def test_stops_at_an_evaluation_that_is_not_finite(tmp_path, task, part, monkeyp
         return dict(evaluate(state, of)) | ({"loss": math.inf} if of == part else {})
 
     monkeypatch.setattr(task, "make_eval", lambda: diverge, raising=False)
-    message = rf"the {part} loss is not finite (in epoch|at step) \d. Use a `learning_rate` below"
-    with pytest.raises(TrainError, match=message):
+    with pytest.raises(TrainError, match=rf"{part} loss .* (epoch|step) \d. .*`learning_rate`"):
         fit(task, new_run(tmp_path / "run", task))
 
 
@@ -328,5 +326,5 @@ def test_files_that_cannot_be_written(tmp_path, task, monkeypatch, method, failu
     run = new_run(tmp_path / "run", task)
     failing = mock.Mock(side_effect=ValueError(failure))
     monkeypatch.setattr(f"orbax.checkpoint.CheckpointManager.{method}", failing)
-    with pytest.raises(TrainError, match=rf"run.* cannot be written to \({message}.*then resume"):
+    with pytest.raises(TrainError, match=rf"run.* \({message}.*resume"):
         fit(task, run)

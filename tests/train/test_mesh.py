@@ -51,7 +51,7 @@ def test_axes_by_name(axes, shape, text):
 
 @pytest.mark.parametrize("axes", ["data=0", "data=4,", "data=2,data=2", "model=4", "data=3"])
 def test_rejects_axes(axes):
-    message = "must multiply to the number of dev" if axes == "data=3" else "must be like data=2,"
+    message = "multiply" if axes == "data=3" else "data=2,fsdp=4"
     with pytest.raises(TrainError, match=rf"`mesh` .*{message}"):
         make_mesh(axes, jax.devices()[:4])
 
@@ -64,7 +64,7 @@ def test_a_batch_is_split_over_all_devices():
     assert placed["x"].sharding.shard_shape((8, 3)) == (2, 3)
     assert placed["x"].sharding.is_equivalent_to(batch_sharding(mesh), 2)
     assert local_rows(8, mesh) == slice(0, 8)
-    with pytest.raises(TrainError, match=r"`batch_size` \(=6\) must be divisible by .*Use 4"):
+    with pytest.raises(TrainError, match=r"`batch_size` \(=6\) .*Use 4"):
         check_batch_size(6, mesh)
 
 
@@ -146,7 +146,7 @@ def test_a_step_on_text_gathers_a_layer_at_a_time(options):
 
 def test_rejects_fsdp_without_jit():
     config = DenseNetRunConfig(batch_size=32, mesh=BOTH, parallel="pmap")
-    with pytest.raises(TrainError, match=rf"`mesh` \(={BOTH}\) with fsdp needs `parallel`"):
+    with pytest.raises(TrainError, match="`mesh` .*`parallel`"):
         images.prepare(config, jax.devices()[:4], small.dataset())
 
 

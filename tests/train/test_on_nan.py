@@ -131,10 +131,10 @@ ONE_STEP = {"steps": 1, "report_every": 1, "fuse_update": True}
 @vary(
     "make, options, value, remedy",
     [
-        (lm_task, ONE_STEP, GRADIENTS, "check the parameters"),
-        (lm_task, {}, GRADIENTS, "Use a `learning_rate` below"),
-        (image_task, {}, GRADIENTS, "Use a `learning_rate` below"),
-        (image_task, {}, LOSS, "Use a `learning_rate` below"),
+        (lm_task, ONE_STEP, GRADIENTS, "parameters"),
+        (lm_task, {}, GRADIENTS, "`learning_rate`"),
+        (image_task, {}, GRADIENTS, "`learning_rate`"),
+        (image_task, {}, LOSS, "`learning_rate`"),
     ],
 )
 def test_stops_at_a_step_that_is_not_finite(tmp_path, make, options, value, remedy):
@@ -142,7 +142,7 @@ def test_stops_at_a_step_that_is_not_finite(tmp_path, make, options, value, reme
     at = options.get("steps", 2)
     task = Bad(make(checkpoint_every=1, **options), {at: value})
     run = new_run(tmp_path / "run", task)
-    with pytest.raises(TrainError, match=f"^the loss or a gradient is not finite .*{remedy}"):
+    with pytest.raises(TrainError, match=f"^the loss or a gradient .*{remedy}"):
         fit(task, run)
     assert run.last_step == at - 1
 
@@ -150,8 +150,7 @@ def test_stops_at_a_step_that_is_not_finite(tmp_path, make, options, value, reme
 @vary("task", MAKE, indirect=True)
 def test_stops_if_no_step_of_an_interval_is_finite(task, tmp_path, monkeypatch):
     monkeypatch.setattr(task, "bad", dict.fromkeys(range(1, 100), LOSS))
-    message = rf"the last {task.eval_steps[0]} steps have no finite loss .* Use a `learning_rate`"
-    with pytest.raises(TrainError, match=message):
+    with pytest.raises(TrainError, match=f"the last {task.eval_steps[0]} steps .*`learning_rate`"):
         fit(task, new_run(tmp_path / "run", task))
 
 

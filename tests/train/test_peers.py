@@ -52,7 +52,7 @@ def test_processes_that_do_not_fit_together(meet_all):
     with ThreadPoolExecutor() as threads:
         runs = [threads.submit(meet, address, number, i, 20.0) for i, number in enumerate((2, 3))]
         for run in runs:
-            with pytest.raises(TrainError, match=r"\(=3 in process 1\) is 2 in process 0"):
+            with pytest.raises(TrainError, match=r"=3 in process 1\) is 2"):
                 run.result()
 
 
@@ -61,7 +61,7 @@ def test_a_port_in_use(host):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as server:
         port = server.getsockname()[1]
-        with pytest.raises(TrainError, match=f"port {port} of this machine is in use. Give"):
+        with pytest.raises(TrainError, match=f"port {port}"):
             meet(f"localhost:{port}", 2, 0)
 
 

@@ -124,5 +124,5 @@ def test_online_runs(monkeypatch, tmp_path, name):
 
 def test_a_missing_tracker(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(TrainError, match="`report_to` .=tensorboard. needs tensorboard"):
+    with pytest.raises(TrainError, match="`report_to`"):
         check_tracker("tensorboard")

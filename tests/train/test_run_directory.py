@@ -35,7 +35,7 @@ def test_overwrites_a_run_only_if_asked(tmp_path):
     run.append({"kind": "epoch"})
     run.checkpoints.mkdir()
     (run.path / "notes.txt").write_text("mine")
-    with pytest.raises(TrainError, match="holds a run. Give another --out, or --overwrite"):
+    with pytest.raises(TrainError, match="--overwrite"):
         create(run.path)
     assert run.read_metrics() == [{"kind": "epoch"}]
     create(run.path, overwrite=True)
@@ -66,7 +66,7 @@ def test_lock_excludes_other_processes(tmp_path):
     ) as other:
         assert other.stdout is not None and other.stdout.readline()
         for refused in (run.locked().__enter__, lambda: create(run.path, overwrite=True)):
-            with pytest.raises(TrainError, match="run: another process is training in it"):
+            with pytest.raises(TrainError, match="another process"):
                 refused()
         assert run.read_metrics() == [{"kind": "epoch"}]
         other.kill()
@@ -93,7 +93,7 @@ def test_keeps_a_directory_of_other_files(tmp_path, config):
         (tmp_path / "config.json").write_text(config)
     before = sorted(tmp_path.rglob("*"))
     for overwrite in (False, True):
-        with pytest.raises(TrainError, match="not empty and not a run. Give another --out"):
+        with pytest.raises(TrainError, match="not a run.*--out"):
             create(tmp_path, overwrite)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -101,15 +101,15 @@ def test_keeps_a_directory_of_other_files(tmp_path, config):
 def test_cannot_be_created(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(TrainError, match=r"cannot be written to .*\. Give another --out"):
+        with pytest.raises(TrainError, match="cannot be written to .*--out"):
             create(path)
     denied = mock.Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr("tempfile.TemporaryFile", denied)
-    with pytest.raises(TrainError, match="cannot be written to .Permission denied"):
+    with pytest.raises(TrainError, match="Permission denied"):
         create(tmp_path / "run")
     assert list((tmp_path / "run").iterdir()) == []
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(TrainError, match=r'matplotlib is missing. Run pip install ".\[train\]"'):
+    with pytest.raises(TrainError, match="matplotlib .*pip install"):
         create(tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -118,7 +118,7 @@ def test_cannot_be_opened(tmp_path, monkeypatch):
     with pytest.raises(TrainError, match="not a run"):
         RunDirectory.open(tmp_path)
     monkeypatch.setattr("pathlib.Path.stat", mock.Mock(side_effect=PermissionError(13, "denied")))
-    with pytest.raises(TrainError, match=r"cannot be read \(denied\)"):
+    with pytest.raises(TrainError, match="denied"):
         RunDirectory.open(tmp_path)
 
 
@@ -134,7 +134,7 @@ def test_files_that_cannot_be_read(tmp_path, name, content):
     else:
         file.write_text(content)
     read = run.read_config if name == "config.json" else run.read_metrics
-    with pytest.raises(TrainError, match=rf"{name}: cannot be read .*[Ss]tart a new run"):
+    with pytest.raises(TrainError, match=f"{name}: cannot be read"):
         read()
 
 
@@ -142,8 +142,8 @@ def test_edited_options(tmp_path):
     run = create(tmp_path)
     file = tmp_path / "config.json"
     for content, message in (
-        (file.read_text().replace("3", "4", 1), "its options were changed, .* start a new run"),
-        ('{"options": 3, "fingerprint": "a"}', "cannot be read .options must be an object"),
+        (file.read_text().replace("3", "4", 1), "options were changed"),
+        ('{"options": 3, "fingerprint": "a"}', "options must be an object"),
     ):
         file.write_text(content)
         with pytest.raises(TrainError, match=message):
@@ -189,7 +189,7 @@ def test_drops_an_incomplete_last_line(tmp_path, end):
 def test_metrics_that_do_not_fit_the_checkpoint(tmp_path, content):
     run, file = create(tmp_path), tmp_path / "metrics.jsonl"
     file.write_text(content)
-    with pytest.raises(TrainError, match="was changed after the checkpoint of step 1 was saved"):
+    with pytest.raises(TrainError, match="changed after .*step 1"):
         run.truncate_metrics("step", 1, digest_json([{"kind": "step", "step": 1, "loss": 5.4863}]))
     assert file.read_text() == content
 
@@ -197,7 +197,7 @@ def test_metrics_that_do_not_fit_the_checkpoint(tmp_path, content):
 def test_does_not_append_to_a_deleted_run(tmp_path):
     run = create(tmp_path / "run")
     (run.path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="the run was deleted"):
+    with pytest.raises(FileNotFoundError, match="deleted"):
         run.append({"kind": "step"})
     assert not (run.path / "metrics.jsonl").exists()
 
