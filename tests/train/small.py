@@ -149,14 +149,13 @@ def lines_without_times(run):
     return [{k: v for k, v in line.items() if k not in times} for line in run.read_metrics()]
 
 
-def assert_same_parameters(task, *runs, step=None):
-    """Assert that the checkpoints of runs at a step, by default the last, have the same bits."""
+def assert_same_parameters(task, run, other):
+    """Assert that the last checkpoints of two runs have the same bits."""
     states = []
-    for run in runs:
-        with Checkpoints(run.checkpoints) as checkpoints:
-            states.append(checkpoints.restore(task.shapes(), step or task.eval_steps[-1]))
-    for state in states[1:]:
-        jax.tree.map(assert_same_bits, states[0], state)
+    for path in (run.checkpoints, other.checkpoints):
+        with Checkpoints(path) as checkpoints:
+            states.append(checkpoints.restore(task.shapes(), task.eval_steps[-1]))
+    jax.tree.map(assert_same_bits, *states)
 
 
 def assert_same_run(task, run, other):

@@ -28,7 +28,6 @@ from tests.train.test_checkpoint import flip_bit
 pytest.importorskip("matplotlib")
 
 MAKE = {"images": image_task, "lm": lm_task}
-both_kinds = pytest.mark.parametrize("task", MAKE, indirect=True)
 vary_kind = vary("task", MAKE, indirect=True)
 
 
@@ -84,7 +83,7 @@ def checkpoints(run):
     return {path.name for path in run.checkpoints.iterdir()}
 
 
-@both_kinds
+@pytest.mark.parametrize("task", MAKE, indirect=True)
 def test_files_of_a_run(task, whole):
     run, result = whole
     *records, final = run.read_metrics()
