@@ -174,14 +174,6 @@ def test_keeps_the_best_and_the_last_ones(tmp_path, keep, saved, kept):
         assert checkpoints.evaluated_steps == sorted(evaluated, key=lambda step: -scores[step])
 
 
-def test_metrics_are_saved_exactly(tmp_path):
-    metrics = [{"loss": 0.1 + 0.2}, {}, {"loss": 1 / 3, "accuracy": 0.5}]
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state(3), metrics=metrics, records=[{"loss": 1 / 3}])
-        checkpoints.wait()
-        assert checkpoints.read_metrics(3) == (metrics, digest_json([{"loss": 1 / 3}]))
-
-
 def test_detects_changed_missing_and_additional_files(tmp_path):
     folder = save(tmp_path, {2: 0.5}) / "2"
     without_digest = {folder / name for name in WRITTEN_AFTER_MANIFEST}

@@ -194,14 +194,6 @@ def test_metrics_that_do_not_fit_the_checkpoint(tmp_path, content):
     assert file.read_text() == content
 
 
-def test_does_not_append_to_a_deleted_run(tmp_path):
-    run = create(tmp_path / "run")
-    (run.path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="deleted"):
-        run.append({"kind": "step"})
-    assert not (run.path / "metrics.jsonl").exists()
-
-
 def test_a_curve_of_a_run_with_an_odd_name(tmp_path):
     """Matplotlib would parse the name as mathematics."""
     run = create(tmp_path / "$x_^$\x1b")
