@@ -1,4 +1,4 @@
-"""Argument validation: accepted values and errors."""
+"""Arguments of the operators: the forms that they accept, and errors that name the argument."""
 
 import re
 
@@ -7,173 +7,187 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effjax.ops._common.arguments import (
-    as_array,
-    as_dtype,
-    as_float_array,
-    as_integer,
-    as_key,
-    as_mask,
-    as_number,
-    as_padding,
-    as_pair,
-    as_precision,
-    as_real_array,
-    check_choice,
-    check_size,
-    conv_output_size,
-    describe,
-    resolve_padding,
+import effjax
+from tests.ops.arguments import BOXES, GOOD, IMAGE, Q, X, ones
+from tests.ops.dense_block.cases import make_params
+
+KEY = jax.random.key(0)
+
+
+def call(name, args):
+    return jax.eval_shape(lambda: getattr(effjax, name)(**GOOD[name] | args))
+
+
+# Wrong arguments of each operator. The error names the first of them.
+WRONG_TYPES = {
+    "dot_product_attention": [
+        {"q": Q.astype(int)}, {"k": Q.astype("f2")}, {"segment_ids": Q[..., 0, 0]},
+    ],
+    "linear_cross_entropy": [{"x": ones(4, 3, dtype=int)}],
+    "sync_batch_norm": [
+        {"x": [1.0]}, {"mask": ones(4, 3, 5)}, {"residual": ones(4, 3, 5, dtype="f2")},
+        {"epsilon": ones(2)},
+    ],
+    "bn_relu_conv": [{"num_chunks": 1.0}],
+    "dense_block": [
+        {"params": GOOD["dense_block"]["params"][0]}, {"key": None, "dropout_rate": 0.1},
+        {"key": 0, "dropout_rate": 0.1}, {"key": ones(2), "dropout_rate": 0.1},
+        {"key": jax.random.split(KEY), "dropout_rate": 0.1},
+    ],
+    "deform_conv2d": [{"x": X.astype(int)}],
+    "ms_deform_attn": [{"value": ones(2, 7, 3, 4, dtype=int)}],
+    "roi_align": [{"boxes": BOXES.astype(complex)}],
+}  # fmt: skip
+WRONG_VALUES = {
+    "dot_product_attention": [
+        {"q": Q[0]}, {"k": Q[:, :3]}, {"k": Q[:, :, :3], "v": Q[:, :, :3]}, {"v": Q[:, :, :2]},
+        {"segment_ids": ones(4, dtype=int)}, {"window": 0}, {"window": 2, "causal": False},
+        {"block_size": 0}, {"scale": np.inf}, {"softcap": 0},
+        {"softcap": 2.0, "implementation": "cudnn"}, {"implementation": "flash"},
+        {"implementation": "splash"},
+    ],
+    "linear_cross_entropy": [
+        {"x": ones(4, 2)}, {"kernel": ones(3)}, {"kernel": ones(3), "transposed": True},
+        {"kernel": ones(3, 5), "transposed": True}, {"labels": ones(3, dtype=int)},
+        {"bias": ones(4)}, {"where": ones(3, dtype=bool)}, {"z_loss": -1.0},
+        {"label_smoothing": 1.1}, {"softcap": -1}, {"chunk_size": 0},
+    ],
+    "sync_batch_norm": [
+        {"scale": ones(4)}, {"residual": ones(4, 5)}, {"epsilon": 0}, {"activation": "gelu"},
+        {"stats": ones(900)}, {"feature_axis": 3}, {"feature_axis": ()}, {"axis_name": "i"},
+        {"axis_name": ("i", 0)}, {"axis_index_groups": [[0], [1]]},
+    ],
+    "batch_norm_inference": [{"epsilon": -1}],
+    "bn_relu_conv": [
+        {"x": [X, X[:, :2]]}, {"x": X[0]}, {"scale": ones(5)}, {"kernel": ones(1, 1, 5, 4)},
+        {"num_chunks": 0},
+    ],
+    "dense_block": [
+        {"x": IMAGE[0]}, {"params": make_params(2, channels=2, dtype=np.float32)},
+        {"save": "nothing"}, {"dropout_rate": 1.0}, {"mask": IMAGE > 0},
+    ],
+    "deform_conv2d": [
+        {"x": X[0]}, {"x": X[:, :0]}, {"x": X, "kernel_dilation": 3}, {"kernel": ones(3, 3, 5, 4)},
+        {"offset": ones(2, 5, 4, 18)}, {"offset_groups": 3}, {"mask": ones(2, 3, 2, 18)},
+        {"bias": ones(5)}, {"strides": (1, 2, 3)}, {"padding": "full"}, {"padding": (1, 2, 3)},
+        {"implementation": "cuda"},
+    ],
+    "ms_deform_attn": [
+        {"value": ones(2, 6, 3, 4)}, {"spatial_shapes": ((0, 3), (1, 7))},
+        {"sampling_locations": ones(2, 5, 3, 2, 4)}, {"attention_weights": ones(2, 5, 3, 2, 2)},
+        {"implementation": "cuda"},
+    ],
+    "dcn_aggregate": [
+        {"x": X[0]}, {"mask": ones(2, 3, 2, 16)}, {"offset": ones(2, 3, 2, 18)},
+        {"offset_groups": 3}, {"remove_center": True, "kernel_size": (2, 3)},
+        {"offset_scale": np.inf},
+    ],
+    "roi_align": [
+        {"x": X[0]}, {"boxes": ones(2, 3, 5)}, {"boxes": ones(1, 3, 4)}, {"spatial_scale": 0.0},
+        {"sampling_ratio": -2},
+    ],
+    "deform_roi_pool": [{"offset": ones(2, 3, 2, 2, 3)}],
+    "deform_psroi_pool": [{"offset": ones(2, 3, 2, 2, 6)}, {"group_size": 3}],
+    "multiscale_roi_align": [{"features": [X, X[..., :7]]}, {"spatial_scales": (0.5, 0.3)}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "args"),
+    [
+        (error, name, args)
+        for error, table in ((TypeError, WRONG_TYPES), (ValueError, WRONG_VALUES))
+        for name, wrong in table.items()
+        for args in wrong
+    ],
 )
-
-X, KEY = np.ones((2, 3), np.float32), jax.random.key(0)
-
-
-def positive(name, value):
-    return as_number(name, value, lambda v: v > 0, "positive")
+def test_rejects_bad_arguments(error, name, args):
+    with pytest.raises(error, match=rf"\b{next(iter(args))}\b") as raised:
+        call(name, args)
+    assert len(str(raised.value)) < 400  # long values are shortened
 
 
-@pytest.mark.parametrize("value", [X, jnp.asarray(X), X[0, 0], jnp.float32(1)])
-@pytest.mark.parametrize("function", [as_array, as_real_array, as_float_array])
-def test_arrays(function, value):
-    a = function("x", value)
-    assert isinstance(a, jax.Array)
-    assert (a.shape, a.dtype) == (value.shape, value.dtype)
+@pytest.mark.parametrize(
+    "args", [{"kernel": ones(4, 8, 3, 3)}, {"x": np.moveaxis(X, -1, 1)}], ids=["kernel", "x"]
+)
+def test_pytorch_layouts_point_to_compat(args):
+    with pytest.raises(ValueError, match="NHWC.*HWIO.*effjax.compat"):
+        call("deform_conv2d", args)
 
 
-def test_array_kind():
-    assert as_array("x", np.arange(3), jnp.integer).dtype == jnp.int32
-    assert as_real_array("x", np.arange(3)).dtype == jnp.int32
-    assert as_float_array("x", jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+def test_sizes_are_known_while_tracing():
+    with pytest.raises(TypeError, match="`spatial_shapes` must be an integer, not a traced array"):
+        jax.jit(lambda shapes: call("ms_deform_attn", {"spatial_shapes": shapes}))(ones(2, 2))
+
+
+def test_pixels_are_counted_in_32_bits():
+    image = jax.ShapeDtypeStruct((2, 2**16, 2**15, 8), "float32")
+    with pytest.raises(ValueError, match="`x` must have 1 to"):
+        jax.eval_shape(lambda x: call("deform_conv2d", {"x": x}), image)
+
+
+def test_array_is_described():
+    text = re.escape("`epsilon` must be a number, not an array float32[2, 3].")
+    with pytest.raises(TypeError, match=text):
+        call("sync_batch_norm", {"epsilon": ones(2, 3)})
+
+
+def assert_same_program(name, options, same):
+    programs = [
+        str(jax.make_jaxpr(lambda o=o: getattr(effjax, name)(**GOOD[name] | o))())
+        for o in (options, same)
+    ]
+    assert programs[0] == programs[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "same"),
+    [
+        ("deform_conv2d", {"padding": "valid"}, {"padding": ((0, 0), (0, 0))}),
+        ("deform_conv2d", {"padding": [(0, 0), [0, 0]]}, {"padding": "VALID"}),
+        ("deform_conv2d", {"padding": np.zeros((2, 2), int)}, {"padding": "VALID"}),
+        ("deform_conv2d", {"strides": [1, np.int64(1)]}, {"strides": 1}),
+        ("deform_conv2d", {"strides": np.array([1, 1])}, {"strides": jnp.int32(1)}),
+        ("deform_conv2d", {"precision": ["high", "default"]}, {"precision": ("high", "default")}),
+        ("bn_relu_conv", {"padding": (1, 2)}, {"padding": ((1, 1), (2, 2))}),
+        ("bn_relu_conv", {"padding": np.int64(1)}, {"padding": 1}),
+        ("sync_batch_norm", {"epsilon": np.array(2.0)}, {"epsilon": 2}),
+        ("sync_batch_norm", {"epsilon": jnp.int32(2)}, {"epsilon": 2.0}),
+    ],
+)
+def test_options_in_other_forms(name, options, same):
+    assert_same_program(name, options, same)
+
+
+@pytest.mark.parametrize(
+    ("padding", "pads"),
+    [("SAME", ((1, 1), (1, 2))), ("SAME_LOWER", ((1, 1), (2, 1))), (((1, 0), (3, 2)),) * 2],
+)
+def test_padding(padding, pads):
+    """Names of paddings depend on the size of the image, the kernel and its dilation."""
+    args = {"kernel": ones(3, 2, 8, 4), "mask": None, "kernel_dilation": (1, 3), "padding": pads}
+    rows, columns = (n + sum(p) for n, p in zip((3, 1), pads, strict=True))
+    args["offset"] = ones(2, rows, columns, 12)
+    assert_same_program("deform_conv2d", args | {"padding": padding}, args)
+
+
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0), np.array([0, 0], np.uint32)])
+def test_keys(key):
+    def run(key):
+        return effjax.dense_block(**GOOD["dense_block"], key=key, dropout_rate=0.5)[0]
+
+    np.testing.assert_allclose(run(key), jax.jit(run)(KEY), atol=1e-5)
 
 
 def test_object_with_jax_array_method():
     class Parameter:
         def __jax_array__(self):
-            return jnp.ones(3)
+            return jnp.ones(5)
 
-    assert as_array("x", Parameter()).shape == (3,)
-
-
-def test_mask_broadcasts():
-    mask = as_mask("mask", np.array([True, False, True]), "x", (2, 3))
-    assert mask.shape == (1, 3)
-    assert as_mask("mask", np.bool_(True), "x", (2, 3)).shape == (1, 1)
+    assert effjax.sync_batch_norm(ones(4, 3, 5), Parameter())[0].shape == (4, 3, 5)
 
 
-@pytest.mark.parametrize(
-    "value", [3, np.int64(3), np.uint8(3), np.array(3), jnp.int32(3)], ids=lambda v: describe(v)
-)
-def test_integers(value):
-    number = as_integer("n", value, 3)
-    assert type(number) is int
-    assert number == 3
-
-
-@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.int64(2), np.array(2.0), jnp.int32(2)])
-def test_numbers(value):
-    number = positive("rate", value)
-    assert type(number) is float
-    assert number == 2.0
-
-
-@pytest.mark.parametrize("value", [2, np.int32(2), (2, 2), [2, np.int64(2)], np.array([2, 2])])
-def test_pairs(value):
-    assert as_pair("strides", value, 1) == (2, 2)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("same", "SAME"),
-        ("VALID", "VALID"),
-        (1, ((1, 1), (1, 1))),
-        (np.int64(1), ((1, 1), (1, 1))),
-        ((1, 2), ((1, 1), (2, 2))),
-        ([(1, 2), [3, 4]], ((1, 2), (3, 4))),
-        (np.array([[1, 2], [3, 4]]), ((1, 2), (3, 4))),
-    ],
-)
-def test_padding(value, expected):
-    assert as_padding(value) == expected
-
-
-def test_resolve_padding():
-    assert resolve_padding("VALID", (8, 8), (3, 3), (1, 1), (1, 1)) == ((0, 0), (0, 0))
-    assert resolve_padding("SAME", (8, 8), (3, 5), (1, 2), (2, 1)) == ((2, 2), (1, 2))
-    assert resolve_padding(((1, 2), (3, 4)), (8, 8), (3, 3), (1, 1), (1, 1)) == ((1, 2), (3, 4))
-
-
-@pytest.mark.parametrize("value", ["bfloat16", np.float32, jnp.float16, np.dtype("float32"), float])
-def test_dtypes(value):
-    assert as_dtype("dtype", value) == jnp.dtype(value)
-
-
-def test_precision():
-    assert as_precision("highest") == "highest"
-    assert as_precision(["high", "default"]) == ("high", "default")
-
-
-@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
-@pytest.mark.parametrize("traced", [False, True])
-def test_keys(make, traced):
-    key = jax.jit(check_key)(make(0)) if traced else check_key(make(0))
-    assert key.dtype == make(0).dtype
-
-
-def test_raw_key_of_numpy():
-    assert isinstance(as_key("key", np.array([0, 1], np.uint32)), jax.Array)
-
-
-def test_choices():
-    assert check_choice("activation", "relu", None, "relu") == "relu"
-    assert check_choice("activation", None, None, "relu") is None
-
-
-def check_key(value):
-    return as_key("key", value)
-
-
-# The operators' tests show the errors of arrays' shapes and dtypes.
-ERRORS = {
-    "`x` must be an array, not a list of 1": lambda: as_array("x", [1.0]),
-    "`x` must be integer or floating point": lambda: as_real_array("x", np.ones(3, "c8")),
-    "`mask` must be boolean": lambda: as_mask("mask", X, "x", (2, 3)),
-    "random.key(0), not 0.": lambda: check_key(0),
-    "random.key(0), not an array float32[2, 3].": lambda: check_key(X),
-    "random.key(0), not an array key<fry>[2].": lambda: check_key(jax.random.split(KEY, 2)),
-    "`n` must be an integer, not 1.0.": lambda: as_integer("n", 1.0, 1),
-    "`n` must be an integer, not a traced array int32[].": lambda: jax.jit(
-        lambda n: as_integer("n", n, 1)
-    )(3),
-    "`n` (=0) must be an integer of at least 1.": lambda: as_integer("n", 0, 1),
-    "`rate` must be a number, not an array float32[2, 3].": lambda: positive("rate", X),
-    "`rate` (=-1) must be positive.": lambda: positive("rate", -1),
-    "`a` (='b') must be None or \"c\"; hint.": lambda: check_choice(
-        "a", "b", None, "c", hint="; hint"
-    ),
-    "`dtype` (='int8') must be a floating-point dtype.": lambda: as_dtype("dtype", "int8"),
-    "`dtype` (='auto') must be a floating-point dtype.": lambda: as_dtype("dtype", "auto"),
-    "`strides` (=(1, 2, 3)) must be one or two integers": lambda: as_pair("strides", (1, 2, 3), 1),
-    "`padding` (='FULL') must be": lambda: as_padding("full"),
-    "`padding` (=(1, 2, 3)) must be one number": lambda: as_padding((1, 2, 3)),
-    "The output would be empty, (1, 0)": lambda: conv_output_size(
-        (5, 4), (3, 3), (1, 1), ((0, 0), (0, 0)), (2, 2)
-    ),
-    "`x` must have 1 to 2**31 - 1 pixels per image": lambda: check_size(
-        "x", 2**31, "pixels per image"
-    ),
-}
-
-
-@pytest.mark.parametrize("text", ERRORS)
-def test_errors(text):
-    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
-        ERRORS[text]()
-
-
-def test_long_values_are_shortened():
-    with pytest.raises(ValueError, match="stats") as error:
-        check_choice("stats", np.ones(900), "auto")
-    assert len(str(error.value)) < 200
-    assert len(describe("x" * 900)) == 80
+@pytest.mark.parametrize("convert", [list, np.array, jnp.asarray])
+def test_sizes_of_levels_as_arrays(convert):
+    args = GOOD["ms_deform_attn"] | {"spatial_shapes": convert([[2, 3], [1, 1]])}
+    assert effjax.ms_deform_attn(**args).shape == (2, 5, 12)
