@@ -18,19 +18,23 @@ from tests.tiers import vary
 pytestmark = pytest.mark.usefixtures("x64")
 
 GROUPS = [[0, 2, 4, 6], [1, 3, 5, 7]]
+ORDER = [device for group in GROUPS for device in group]
+
+
+def reorder(a, order=ORDER):
+    """Permute the parts of an array of all devices."""
+    return np.concatenate([np.split(np.asarray(a), DEVICES)[i] for i in order])
 
 
 def per_group(x, w):
     """Loss and gradients with statistics inside each group of devices, on one device."""
-    halves = [np.concatenate([np.split(a, DEVICES)[i] for g in GROUPS for i in g]) for a in (x, w)]
 
     def loss(x):
-        parts = zip(jnp.split(x, 2), jnp.split(halves[1], 2), strict=True)
+        parts = zip(jnp.split(x, 2), jnp.split(reorder(w), 2), strict=True)
         return jnp.mean(jnp.stack([jnp.mean(oracles.batch_norm(a)[0] ** 2 * b) for a, b in parts]))
 
-    value, dx = jax.jit(jax.value_and_grad(loss))(halves[0])
-    order = np.argsort([i for g in GROUPS for i in g])
-    return value, np.concatenate([np.split(dx, DEVICES)[i] for i in order])
+    value, dx = jax.jit(jax.value_and_grad(loss))(reorder(x))
+    return value, reorder(dx, np.argsort(ORDER))
 
 
 def grouped(x, w, **options):
@@ -58,7 +62,7 @@ def test_groups_of_devices(how, stats):
 
 @vary("size", [2, 1, 8])
 def test_groups_by_size(size):
-    # Neighboring devices form a group, as in apex.
+    """Neighboring devices form a group, as in apex."""
     x = make_batch()["x"].reshape(DEVICES, -1, C)
     run = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=size)[1].mean  # noqa: E731
     want = np.repeat(x.reshape(DEVICES // size, -1, C).mean(1), size, 0)
@@ -74,10 +78,6 @@ def test_rejects_group_size_that_does_not_divide():
 def test_groups_by_mesh_axis():
     batch = make_batch()
     mesh = mesh_of((2, 4), ("group", "i"))
-    order = [i for g in GROUPS for i in g]
-    x, w = (
-        np.concatenate([np.split(batch[name], DEVICES)[i] for i in order]) for name in ("x", "w")
-    )
 
     def local(x, w):
         return lax.pmean(jnp.mean(sync_batch_norm(x, axis_name="i")[0] ** 2 * w), ("group", "i"))
@@ -85,8 +85,8 @@ def test_groups_by_mesh_axis():
     mapped = jax.shard_map(
         local, mesh=mesh, in_specs=(P(("group", "i")), P(("group", "i"))), out_specs=P()
     )
-    value, dx = jax.jit(jax.value_and_grad(mapped))(x, w)
-    dx = np.concatenate([np.split(np.asarray(dx), DEVICES)[i] for i in np.argsort(order)])
+    value, dx = jax.jit(jax.value_and_grad(mapped))(reorder(batch["x"]), reorder(batch["w"]))
+    dx = reorder(dx, np.argsort(ORDER))
     assert_trees_close((value, dx), per_group(batch["x"], batch["w"]), 1e-12)
 
 

@@ -1,7 +1,9 @@
-"""Accuracy of the statistics, masks and empty sizes."""
+"""Accuracy of the statistics, masks, shapes and dtypes."""
 
 import functools
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from effjax import batch_norm_inference, sync_batch_norm
 from effjax.ops.batch_norm.complex import complex_batch_norm
 from tests import oracles
 from tests.contexts import DEVICES, assert_trees_close
-from tests.ops.batch_norm.cases import PARAMS, C, make_batch
+from tests.ops.batch_norm.cases import PARAMS, C, make_batch, results
 from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -33,6 +35,58 @@ def test_variance_for_large_mean(how, mesh8):
         var = jax.jit(jax.vmap(lambda x: run(x)[1].var, axis_name="i"))(x)[0]
     assert var.dtype == jnp.float32
     assert np.abs(var / want - 1).max() <= 5e-5
+
+
+@vary("dtype", ["bfloat16", "float16"])
+def test_dtypes(dtype):
+    batch = make_batch()
+    x = jnp.asarray(batch["x"], dtype)
+    params = [jnp.asarray(v, jnp.float32) for v in PARAMS.values()]
+    norm = functools.partial(sync_batch_norm, activation="relu")
+    (dx, dparams), (y, statistics) = results(norm, x, params, batch["w"])
+    assert y.dtype == dx.dtype == x.dtype
+    assert {str(v.dtype) for v in (*dparams, *statistics)} == {"float32"}
+    wide = jax.tree.map(lambda v: np.asarray(v, np.float64), (x, params))
+    oracle = functools.partial(oracles.batch_norm, relu=True)
+    want, (y_want, _) = results(oracle, *wide, batch["w"])
+    assert_trees_close((y, dx, dparams), (y_want, *want), 4 * float(jnp.finfo(dtype).eps) + 1e-6)
+
+
+@hypothesis.given(data=st.data())
+def test_any_rank_and_feature_axes(data):
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=5).map(tuple))
+    axis_count = data.draw(st.integers(1, len(shape) - 1))
+    chosen = data.draw(st.permutations(range(len(shape))))[:axis_count]
+    negative = data.draw(st.booleans())
+    axis = tuple(a - len(shape) if negative else a for a in chosen)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape)
+    features = tuple(n for a, n in enumerate(shape) if a in chosen)
+    scale, bias = rng.normal(size=(2, *features))
+    reduced = tuple(a for a in range(len(shape)) if a not in chosen)
+
+    @jax.jit
+    def run(x, scale, bias):
+        norm = functools.partial(sync_batch_norm, feature_axis=axis if len(axis) > 1 else axis[0])
+        y, statistics = norm(x, scale, bias)
+        given = statistics.mean, statistics.var, scale, bias
+        return y, statistics, batch_norm_inference(x, *given, feature_axis=axis)
+
+    y, statistics, inferred = run(x, scale, bias)
+    mean, var = x.mean(reduced, keepdims=True), x.var(reduced, keepdims=True)
+    want = (x - mean) / np.sqrt(var + 1e-5) * scale.reshape(mean.shape) + bias.reshape(mean.shape)
+    assert statistics.mean.shape == statistics.var.shape == features
+    assert statistics.count == x.size // mean.size
+    np.testing.assert_allclose(y, want, atol=1e-9)
+    np.testing.assert_allclose(statistics.mean.ravel(), mean.ravel(), atol=1e-12)
+    np.testing.assert_allclose(inferred, y, atol=1e-12)
+
+
+def test_inference_accepts_zero_epsilon():
+    # Frozen norms of detection code use 0.
+    x, var = np.linspace(-1, 1, C), np.linspace(1, 2, C)
+    y = batch_norm_inference(x, np.zeros(C), var, epsilon=0)
+    np.testing.assert_allclose(y, x / np.sqrt(var))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +110,8 @@ def test_mask_without_counted_values(axis_name, stats):
 
 
 def test_single_value():
-    @jax.jit
-    def run(x):
-        result, backward = jax.vjp(lambda x: sync_batch_norm(x, bias=jnp.ones(2)), x)
-        return result, backward(result)[0]
-
-    (y, statistics), dx = run(jnp.asarray([[3.0, -1.0]]))
+    x, params = np.array([[3.0, -1.0]]), (np.ones(2), np.ones(2))
+    (dx, _), (y, statistics) = results(sync_batch_norm, x, params, w=2.0)
     np.testing.assert_array_equal(y, 1)
     np.testing.assert_array_equal(statistics.var, 0)
     np.testing.assert_array_equal(statistics.count, 1)
@@ -70,18 +120,11 @@ def test_single_value():
 
 @pytest.mark.parametrize("shape", [(2, 0, 4), (3, 0), (0, 4)])
 def test_zero_sizes(shape):
-    x, features = jnp.zeros(shape), jnp.ones(shape[-1])
-
-    @jax.jit
-    def run(*args):
-        result, backward = jax.vjp(sync_batch_norm, *args)
-        return result, backward(result)
-
-    (y, statistics), (dx, dscale, _) = run(x, features, features)
-    assert y.shape == shape
-    assert dx.shape == shape
+    x, features = np.zeros(shape), np.ones(shape[-1])
+    (dx, (dscale, _)), (y, statistics) = results(sync_batch_norm, x, (features, features))
+    assert y.shape == dx.shape == shape
     np.testing.assert_array_equal(dscale, 0)
-    if x.size == 0 and shape[-1]:
+    if shape[-1]:
         np.testing.assert_array_equal(statistics.var, 1)
         np.testing.assert_array_equal(statistics.count, 0)
 
@@ -116,37 +159,28 @@ def test_odd_width_and_large_maps():  # apex issue 1768
 )
 def test_sharded_axes_under_jit(mesh4x2, kind, shape, spec, mask_shape, feature_axis):
     mesh = Mesh(mesh4x2.devices, mesh4x2.axis_names, axis_types=(kind,) * 2)
+
+    def place(a, *spec):
+        return jax.device_put(a, NamedSharding(mesh, P(*spec)))
+
     rng = np.random.default_rng(0)
     x, w = rng.normal(3, 2, (2, *shape))
     mask = None if mask_shape is None else rng.random(mask_shape) < 0.6
-
-    def run(x, w, mask):
-        def loss(x):
-            y, statistics = sync_batch_norm(x, mask=mask, feature_axis=feature_axis)
-            return jnp.sum(y * w), (y, statistics)
-
-        return jax.grad(loss, has_aux=True)(x)
-
-    want = jax.jit(run)(x, w, mask)
-    placed = [jax.device_put(v, NamedSharding(mesh, P(*spec))) for v in (x, w)]
+    params = rng.normal(size=(2, *(shape[axis] for axis in np.atleast_1d(feature_axis))))
+    run = functools.partial(results, functools.partial(sync_batch_norm, feature_axis=feature_axis))
+    want = run(x, (*params,), w, mask=mask)
     if mask is not None:
-        mask_spec = (s if n > 1 else None for s, n in zip(spec, mask_shape, strict=True))
-        mask = jax.device_put(mask, NamedSharding(mesh, P(*mask_spec)))
-    assert_trees_close(jax.jit(run)(*placed, mask), want, 1e-12)
+        mask = place(mask, *(s if n > 1 else None for s, n in zip(spec, mask_shape, strict=True)))
+    got = run(place(x, *spec), (*place(params),), place(w, *spec), mask=mask)
+    assert_trees_close(got, want, 1e-12)
 
 
 def test_mask_per_feature():
     rng = np.random.default_rng(0)
     x, w, mask = rng.normal(size=(8, 6, C)), rng.normal(size=(8, 6, C)), rng.random((8, 6, C)) < 0.5
-
-    def loss(norm, x):
-        y, (_, _, count) = norm(x, mask=mask)
-        return jnp.sum(y * w), count
-
-    oracle = functools.partial(oracles.batch_norm, axes=(0, 1))
-    want, _ = jax.jit(jax.grad(functools.partial(loss, oracle), has_aux=True))(x)
-    got, count = jax.jit(jax.grad(functools.partial(loss, sync_batch_norm), has_aux=True))(x)
-    np.testing.assert_allclose(got, want, atol=1e-12)
+    got, (_, (_, _, count)) = results(sync_batch_norm, x, w=w, mask=mask)
+    want, _ = results(functools.partial(oracles.batch_norm, axes=(0, 1)), x, w=w, mask=mask)
+    assert_trees_close(got, want, 1e-12)
     np.testing.assert_array_equal(count, mask.sum((0, 1)))
 
 
@@ -165,26 +199,16 @@ def test_mask_along_one_of_two_feature_axes(shape):
 @vary("masked, stats", [(True, "gather"), (False, "two_psum")])
 def test_single_examples(masked, stats):
     # The batch is the mapped axis; x has no batch axis.
-    x, w = make_batch()["x"][:, 0, 0], make_batch()["w"][:, 0, 0]
-    mask = np.arange(32)[:, None] % 3 < 2 if masked else np.ones((32, 1), bool)
+    x, w = (make_batch()[name][:, 0, 0] for name in "xw")
+    mask = {"mask": np.arange(32)[:, None] % 3 < 2} if masked else {}
 
-    def one(x, mask, scale, bias):
-        mask = mask if masked else None
-        return sync_batch_norm(x, scale, bias, mask=mask, axis_name="i", stats=stats)
+    def mapped(x, *params, **mask):
+        norm = functools.partial(sync_batch_norm, axis_name="i", stats=stats)
+        one = jax.vmap(lambda x, mask: norm(x, *params, **mask), out_axes=(0, None), axis_name="i")
+        return one(x, mask)
 
-    def loss(norm, x, scale, bias):
-        return jnp.sum(norm(x, mask, scale, bias)[0] * w)
-
-    norms = [
-        jax.vmap(one, (0, 0, None, None), (0, None), axis_name="i"),
-        lambda x, mask, *params: sync_batch_norm(x, *params, mask=mask),
-    ]
-    args = x, PARAMS["scale"], PARAMS["bias"]
-    got, want = (
-        jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))(*args) for f in norms
-    )
+    got, want = (results(f, x, (*PARAMS.values(),), w, **mask) for f in (mapped, sync_batch_norm))
     assert_trees_close(got, want, 1e-12)
-    assert_trees_close(*(jax.jit(f)(x, mask, *args[1:])[1] for f in norms), 1e-12)
 
 
 def test_single_examples_of_several_feature_axes():
@@ -198,38 +222,20 @@ def test_single_examples_of_several_feature_axes():
     np.testing.assert_allclose(given, y[0], atol=1e-12)
 
 
-def test_masked_nan_is_ignored():
-    x = np.array([[1.0], [3.0], [np.nan]])
-    _, statistics = jax.jit(sync_batch_norm)(x, mask=np.array([[True], [True], [False]]))
-    np.testing.assert_array_equal(statistics.mean, 2)
+@pytest.mark.parametrize("is_complex", [False, True])
+def test_masked_nan_is_ignored(is_complex):
+    batch = make_batch()
+    mask, x = batch["mask"], batch["x"] * (1 + 2j if is_complex else 1)
+    relu = functools.partial(sync_batch_norm, activation="relu")
+    norm = complex_batch_norm if is_complex else relu
 
+    def counted(x, scale):
+        y, statistics = norm(x, scale, mask=mask)
+        return jnp.where(mask, y, 0).real ** 2, statistics
 
-def test_gradient_ignores_masked_nan():
-    x, mask = make_batch()["x"], make_batch()["mask"]
-    padded = np.where(mask, x, np.nan)
-
-    def loss(x, scale):
-        y = sync_batch_norm(x, scale, mask=mask, activation="relu")[0]
-        return jnp.sum(jnp.where(mask, y, 0) ** 2)
-
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    want = gradient(x, PARAMS["scale"])
-    got = gradient(padded, PARAMS["scale"])
-    assert_trees_close(got, want, 1e-12)
-
-
-def test_gradient_of_complex_input_ignores_masked_nan():
-    x, mask = make_batch()["x"] * (1 + 2j), make_batch()["mask"]
-
-    def loss(x, scale):
-        y = complex_batch_norm(x, scale, mask=mask)[0]
-        return jnp.sum(jnp.where(mask, y, 0).real ** 2)
-
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    want = gradient(x, PARAMS["scale"])
-    got = gradient(np.where(mask, x, np.nan), PARAMS["scale"])
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-12)
+    got, want = (results(counted, x, (PARAMS["scale"],)) for x in (np.where(mask, x, np.nan), x))
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12)
+    jax.tree.map(close, got, want)
 
 
 def test_no_gradient_flows_through_the_statistics():
