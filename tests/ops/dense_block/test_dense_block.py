@@ -18,52 +18,36 @@ from tests.ops.dense_block.cases import bind, make_batch, make_params
 from tests.programs import collective_sizes, needs_gpu_compiler, needs_tpu_compiler
 from tests.tiers import vary
 
-KEY = jax.random.key(0)
-
-
-@functools.cache
-def expected(dropout_rate=0.0):
-    definition = bind(oracles.dense_block, dropout_rate=dropout_rate, key=KEY)
-    with jax.enable_x64(True):
-        return single_device(definition, make_params(), make_batch())
-
 
 @vary("context, save", [("jit_auto", "features"), ("jit_explicit", "conv")])
 def test_dropout(context, save, x64):
-    op = bind(dense_block, save=save, num_chunks=2, dropout_rate=0.3, key=KEY)
-    got = CONTEXTS[context](op, make_params(), make_batch())
-    assert_trees_close(got, expected(dropout_rate=0.3), 1e-12)
+    options = dict(dropout_rate=0.3, key=jax.random.key(0))
+    op = bind(dense_block, save=save, num_chunks=2, **options)
+    want = single_device(bind(oracles.dense_block, **options), make_params(), make_batch())
+    assert_trees_close(CONTEXTS[context](op, make_params(), make_batch()), want, 1e-12)
 
 
 @pytest.mark.exhaustive
 def test_dropout_with_one_key_per_device(x64):
-    """Matches the plain network over `sync_batch_norm` with the same keys."""
-    import effjax
+    def with_key_of_device(block):
+        def op(params, batch, axis_name):
+            key = jax.random.fold_in(jax.random.key(0), lax.axis_index(axis_name))
+            return bind(block, dropout_rate=0.3, key=key)(params, batch, axis_name)
 
-    def plain(params, batch, axis_name):
-        f, key = batch["x"], jax.random.fold_in(KEY, lax.axis_index(axis_name))
-        norm = functools.partial(effjax.sync_batch_norm, axis_name=axis_name, activation="relu")
-        for i, p in enumerate(params):
-            h = oracles.conv(norm(f, p.scale1, p.bias1)[0], p.kernel1)
-            y = oracles.conv(norm(h, p.scale2, p.bias2)[0], p.kernel2)
-            y = oracles.dropout(y, 0.3, jax.random.fold_in(key, i))
-            f = jnp.concatenate([f, y], -1)
-        return f, ()
+        return op
 
-    def efficient(params, batch, axis_name):
-        key = jax.random.fold_in(KEY, lax.axis_index(axis_name))
-        f, _ = dense_block(batch["x"], params, axis_name=axis_name, dropout_rate=0.3, key=key)
-        return f, ()
-
-    context = CONTEXTS["shard_map_of_grad"]
-    want = context(plain, make_params(), make_batch())
-    assert_trees_close(context(efficient, make_params(), make_batch()), want, 1e-12)
+    got, want = (
+        CONTEXTS["shard_map_of_grad"](with_key_of_device(block), make_params(), make_batch())
+        for block in (dense_block, oracles.dense_block)
+    )
+    assert_trees_close(got, want, 1e-12)
 
 
 @vary("num_chunks", [4, 1, 2, 3, 9])
 def test_chunks_need_not_divide_the_rows(num_chunks, x64):
-    op = bind(dense_block, save="features", num_chunks=num_chunks)
-    assert_trees_close(single_device(op, make_params(), make_batch()), expected(), 1e-12)
+    args = make_params(), make_batch()
+    got = single_device(bind(dense_block, save="features", num_chunks=num_chunks), *args)
+    assert_trees_close(got, single_device(bind(oracles.dense_block), *args), 1e-12)
 
 
 @vary("save", ["features", "conv"])
@@ -81,24 +65,20 @@ def test_layers_of_different_sizes(save, x64):
     assert_trees_close(got, want, 1e-12)
 
 
-def test_no_layers(x64):
+def test_no_layers():
     x = make_batch()["x"]
-    run = jax.jit(
-        jax.grad(lambda x: (dense_block(x, [])[0].sum(), dense_block(x, [])), has_aux=True)
-    )
-    dx, (features, statistics) = run(x)
-    np.testing.assert_array_equal(dx, 1)
-    np.testing.assert_array_equal(features, x)
+    (features, statistics), backward = jax.vjp(lambda x: dense_block(x, []), x)
     assert statistics == []
+    np.testing.assert_array_equal(features, jnp.asarray(x))
+    np.testing.assert_array_equal(backward((features, statistics))[0], features)
 
 
-def test_empty_batch(x64):
-    x = make_batch()["x"]
+@pytest.mark.parametrize("shape", [(0, 5, 4, 3), (2, 0, 4, 3)])
+def test_empty_batch(shape):
     gradient = jax.jit(jax.grad(lambda p, x: dense_block(x, p)[0].sum(), argnums=(0, 1)))
-    for empty in (x[:0], x[:, :0]):
-        dparams, dx = gradient(make_params(1), empty)
-        assert dx.shape == empty.shape
-        assert all(np.all(np.asarray(d) == 0) for d in jax.tree.leaves(dparams))
+    dparams, dx = gradient(make_params(1, dtype=np.float32), np.zeros(shape, np.float32))
+    assert dx.shape == shape
+    assert not any(np.any(d) for d in jax.tree.leaves(dparams))
 
 
 @vary("dtype", ["bfloat16", "float16"])
@@ -125,18 +105,19 @@ def test_half_precision_error(dtype):
     assert {v.dtype for v in jax.tree.leaves(statistics)} == {jnp.dtype(jnp.float32)}
 
     def error(got):
+        """Return the mean of the relative errors of the arrays."""
+        norm = lambda v: float(jnp.linalg.norm(v))  # noqa: E731
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True)
-        norm = lambda v: float(jnp.linalg.norm(v.astype(jnp.float32)))  # noqa: E731
-        return [norm(a.astype(jnp.float32) - b) / norm(b) for a, b in pairs]
+        return np.mean([norm(a.astype(jnp.float32) - b) / norm(b) for a, b in pairs])
 
     mine = error(grads(lambda p, x: dense_block(x, p, num_chunks=2)[0], x, w))
     theirs = error(grads(plain, x, w))
     # The plain network is more accurate on a CPU, where XLA keeps float32 between operations; hence
     # the factor.
-    assert np.mean(mine) <= 1.5 * np.mean(theirs) + 1e-4
+    assert mine <= 1.5 * theirs + 1e-4
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4, 8])
+@pytest.mark.parametrize("layers", [1, 4])
 @pytest.mark.parametrize("save", ["features", "conv"])
 def test_residuals_are_linear_in_the_depth(save, layers):
     params, x = make_params(layers, dtype=np.float32), jnp.zeros((2, 8, 8, 3))
@@ -181,12 +162,7 @@ def test_jit_of_sharded_batch_does_not_gather(mesh8):
 
 def block_shapes(layers, dtype):
     """Return the shapes of a block's parameters: 24 channels, growth 12."""
-    params = []
-    for i in range(layers):
-        c = 24 + 12 * i
-        shapes = (c,), (c,), (1, 1, c, 48), (48,), (48,), (3, 3, 48, 12)
-        params.append(DenseLayerParams(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes)))
-    return params
+    return jax.eval_shape(lambda: make_params(layers, growth=12, channels=24, dtype=dtype))
 
 
 def h200_temporaries(layers, save="features", dtype="float32", num_chunks=None):
@@ -244,24 +220,3 @@ def test_jit_over_tpus(passes):
     assert max(c.bytes for c in found) <= 4 * (3 * 3 * 48 * 12 + 4 * 48)
     if passes == "forward":
         assert sum(c.count for c in found) == 2
-
-
-GOOD = make_params(2, dtype=np.float32)
-X = np.zeros((2, 4, 4, 3), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("error", "match", "args"),
-    [
-        (ValueError, r"`x` .* must be \(N, H, W, C\)", {"x": X[0]}),
-        (ValueError, r"`params\[0\].scale1` of shape \(3,\) must be \(2,\)", {"x": X[..., :2]}),
-        (ValueError, "`save` \\(='nothing'\\)", {"save": "nothing"}),
-        (ValueError, r"`dropout_rate` \(=1.0\) must be", {"dropout_rate": 1.0}),
-        (TypeError, "`key` must be a single PRNG key", {"dropout_rate": 0.1}),
-        (ValueError, r"`mask` .* must broadcast to `x\[..., :1\]`", {"mask": X > 0}),
-        (TypeError, r"`params\[0\]` must be DenseLayerParams", {"params": GOOD[0]}),
-    ],
-)
-def test_rejects_bad_arguments(error, match, args):
-    with pytest.raises(error, match=match):
-        dense_block(**{"x": X, "params": GOOD, **args})
