@@ -4,12 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from effjax import native
 from tests.tiers import vary
@@ -18,26 +15,8 @@ NO_NATIVE = not native.is_available("cpu")
 # "default" is implementation=None without native kernels: XLA behind the operator's own
 # differentiation and partitioning rules.
 IMPLEMENTATIONS = ["default", "xla"] if NO_NATIVE else ["native", "xla", "default"]
-# Tests of these rules need one implementation that has them.
-OWN_RULES = IMPLEMENTATIONS[0]
-
-only_own_rules = pytest.mark.parametrize("implementation", [OWN_RULES], indirect=True)
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, indirect=True)
 # "default" has the rules of "native" and the arithmetic of "xla".
-own_rules_or_xla = vary("implementation", [OWN_RULES, "xla"], indirect=True)
-
-
-def on_random_shapes(test: Callable) -> Callable:
-    """Run a test of (implementation, data) in float64 on data of hypothesis, with --exhaustive."""
-    settings = hypothesis.settings(
-        max_examples=4,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-    )
-    test = own_rules_or_xla(settings(hypothesis.given(data=st.data())(test)))
-    return pytest.mark.exhaustive(pytest.mark.usefixtures("x64")(test))
+own_rules_or_xla = vary("implementation", [IMPLEMENTATIONS[0], "xla"], indirect=True)
 
 
 @dataclasses.dataclass
@@ -61,8 +40,17 @@ class Case:
     shared: tuple[int, ...] = ()
 
     def want(self) -> list:
-        y, gradients = self.oracle(*self.args, self.dy)
+        args = (a if a is None else np.asarray(a, np.float64) for a in self.args)
+        y, gradients = self.oracle(*args, self.dy)
         return [y, *gradients]
+
+    def cast(self, *dtypes: Any) -> None:
+        """Round the arguments and dy to dtypes; the last one is that of all other arguments."""
+        for i, a in enumerate(self.args):
+            if a is not None:
+                with np.errstate(over="ignore"):
+                    self.args[i] = jnp.asarray(a, dtypes[min(i, len(dtypes) - 1)])
+        self.dy = np.asarray(jnp.asarray(self.dy, dtypes[0]), np.float64)
 
     def got(self, implementation: str | None, **options: Any) -> list:
         return self.compile(implementation, **options)(self.args, self.dy)
@@ -90,7 +78,7 @@ class Operator:
         xla_context_case: The same for implementation="xla".
         context_options: Keyword arguments of `make` for these cases.
         sizes: Arguments of `make`: odd, large and empty sizes.
-        mapped: Axes of vmap of the arguments of `context_case`.
+        mapped: Axes of vmap of some of the arguments of `context_case`.
         derivatives: Returns a case between the kinks of the interpolation, for differences.
         options: Options that split the work into slices.
     """
@@ -102,7 +90,7 @@ class Operator:
     xla_context_case: str
     context_options: Mapping[str, Any]
     sizes: tuple[tuple[str, Mapping[str, Any]], ...]
-    mapped: Mapping[str, tuple[int | None, ...]]
+    mapped: tuple[tuple[int | None, ...], ...]
     derivatives: Callable[..., Case]
     options: Mapping[str, Any]
 

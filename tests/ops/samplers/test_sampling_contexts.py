@@ -1,4 +1,4 @@
-"""Sampling operators over devices: collectives, partitioning and examples of vmap."""
+"""Sampling operators over devices, and examples of vmap."""
 
 import functools
 
@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 from effjax.memory import collectives
 from tests.contexts import CONTEXTS, assert_trees_close, mesh_of
-from tests.ops.battery import only_own_rules, own_rules_or_xla
 from tests.ops.samplers.deform_attention.cases import ATTENTION, DCN
 from tests.ops.samplers.deform_conv.cases import OPERATOR as CONV
 from tests.ops.samplers.roi.cases import OPERATOR as ROI
@@ -23,13 +22,12 @@ pytestmark = pytest.mark.usefixtures("x64_everywhere")
 
 OPERATORS = {"conv": CONV, "attention": ATTENTION, "dcn": DCN, "roi": ROI}
 # The operators share these rules.
-vary_operator = vary("name", ["conv", "attention", "roi"])
+vary_subject = vary("subject", ["conv", "attention", "roi"], indirect=True)
 
 
-def setup(name, implementation, sliced=False):
-    """Return an operator for tests.contexts, its parameters and its batch."""
-    subject = SampledSubject(OPERATORS[name], implementation, sliced=sliced)
-    return subject.op, subject.params, subject.batch
+@pytest.fixture
+def subject(request):
+    return SampledSubject(OPERATORS[request.param], sliced=False)
 
 
 def gradients(op):
@@ -39,41 +37,10 @@ def gradients(op):
     return jax.grad(loss, argnums=(0, 1), allow_int=True)
 
 
-def collectives_of(fun, params, batch):
-    compiled = jax.jit(fun).lower(params, batch).compile()
-    return [(c.kind, c.bytes, c.count) for c in collectives(compiled.as_text())]
-
-
-@pytest.mark.parametrize("name", ["conv", "attention", "roi"])
-@own_rules_or_xla
-@vary("kind", ["auto", "explicit_4x2"])
-def test_collectives(name, implementation, kind):
-    """A batch-sharded operator all-reduces the gradients of parameters once, and nothing else."""
-    # XLA reduces in every slice of Auto axes.
-    sliced = not (name == "conv" and implementation == "xla" and kind == "auto")
-    op, params, batch = setup(name, implementation, sliced=sliced)
-    del params["gain"]
-    mesh = {
-        "auto": mesh_of((8,), ("i",)),
-        "explicit_4x2": mesh_of((4, 2), ("i", "j"), AxisType.Explicit),
-    }[kind]
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    batch = jax.device_put(batch, NamedSharding(mesh, P(mesh.axis_names)))
-
-    def unit(params, batch, axis_name):
-        return op({**params, "gain": 1.0}, batch, axis_name)
-
-    assert collectives_of(lambda p, b: unit(p, b, None)[0], params, batch) == []
-    size = sum(p.nbytes for p in jax.tree.leaves(params))
-    want = [("all-reduce", size, 1)] if size else []
-    assert collectives_of(gradients(unit), params, batch) == want
-
-
-@only_own_rules
-@vary_operator
-def test_batch_that_does_not_divide(name, implementation):
+@vary_subject
+def test_batch_that_does_not_divide(subject):
     """XLA pads the last shard with values that must not be visible."""
-    op, params, batch = setup(name, implementation)
+    op, params, batch = subject.op, subject.params, subject.batch
     batch = jax.tree.map(lambda a: a[:10], batch)
     sharding = NamedSharding(mesh_of((8,), ("i",)), P("i"))
 
@@ -88,9 +55,9 @@ def test_batch_that_does_not_divide(name, implementation):
     assert_trees_close(got, want, 1e-12)
 
 
-@own_rules_or_xla
-def test_arrays_on_a_mesh_beside_others(implementation):
-    op, params, batch = setup("conv", implementation)
+@pytest.mark.parametrize("subject", ["conv"], indirect=True)
+def test_arrays_on_a_mesh_beside_others(subject):
+    op, params, batch = subject.op, subject.params, subject.batch
     mesh = mesh_of((8,), ("i",), AxisType.Explicit)
     mixed = batch | {"x": jax.device_put(batch["x"], NamedSharding(mesh, P("i")))}
     with jax.set_mesh(mesh):
@@ -98,11 +65,10 @@ def test_arrays_on_a_mesh_beside_others(implementation):
     assert_trees_close(got, op(params, batch, None)[0], 1e-12)
 
 
-@only_own_rules
-@vary_operator
-def test_x64_context_over_devices(name, implementation):
+@vary_subject
+def test_x64_context_over_devices(subject):
     """XLA partitions in threads that do not see `jax.enable_x64`."""
-    op, params, batch = setup(name, implementation)
+    op, params, batch = subject.op, subject.params, subject.batch
     # These shapes have not been traced in float64 before.
     batch = jax.tree.map(lambda a: a[:8], batch)
     jax.config.update("jax_enable_x64", False)
@@ -112,10 +78,9 @@ def test_x64_context_over_devices(name, implementation):
         assert_trees_close(got, want, 1e-12)
 
 
-@only_own_rules
-@vary_operator
-def test_shard_map_over_one_of_two_axes(name, implementation):
-    op, params, batch = setup(name, implementation)
+@vary_subject
+def test_shard_map_over_one_of_two_axes(subject):
+    op, params, batch = subject.op, subject.params, subject.batch
     mesh = mesh_of((4, 2), ("i", "j"))
     sharded = jax.device_put(batch, NamedSharding(mesh, P(("i", "j"))))
     specs = {"in_specs": (P(), P("i")), "out_specs": (P(), P("i")), "axis_names": {"i"}}
@@ -123,44 +88,16 @@ def test_shard_map_over_one_of_two_axes(name, implementation):
     assert_trees_close(run(params, sharded), jax.jit(gradients(op))(params, batch), 1e-12)
 
 
-@own_rules_or_xla
-@vary_operator
-def test_result_has_the_sharding_of_the_images(name, implementation):
-    """Without `jax.set_mesh`, the mesh is known from the types alone."""
-    op, params, batch = setup(name, implementation)
-    mesh = mesh_of((8,), ("i",), AxisType.Explicit)
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    batch = jax.device_put(batch, NamedSharding(mesh, P("i")))
-    y = jax.eval_shape(lambda p, b: op(p, b, None)[0], params, batch)
-    assert y.sharding.spec[0] == "i"
-
-
-@only_own_rules
-@pytest.mark.parametrize("name", OPERATORS)
-def test_vmap(name, implementation):
-    check_vmap(OPERATORS[name], next(iter(OPERATORS[name].mapped)), implementation)
-
-
-@pytest.mark.exhaustive
-@only_own_rules
-@pytest.mark.parametrize(
-    ("name", "mapped"),
-    [(name, mapped) for name, o in OPERATORS.items() for mapped in [*o.mapped][1:]],
-)
-def test_vmap_of_other_arguments(name, mapped, implementation):
-    check_vmap(OPERATORS[name], mapped, implementation)
-
-
-def check_vmap(operator, mapped, implementation):
+def check_vmap(operator, axes):
     """Check that examples give the same as alone, and that no loop over examples is added."""
     case = "all" if operator is CONV else operator.context_case
     c = operator.make(case, **operator.context_options)
-    factor, axes = np.array([1.0, 0.5, 1.25]), operator.mapped[mapped]
+    axes, factor = axes or [0] * len(c.args), np.array([1.0, 0.5, 1.25])
     args = [
         a if axis is None else np.multiply.outer(factor, a)
         for a, axis in zip(c.args, axes, strict=True)
     ]
-    one = c.compile(implementation)
+    one = c.compile(None)
     run = jax.jit(jax.vmap(one, (list(axes), None))).lower(args, c.dy).compile()
     alone = one.lower(c.args, c.dy).compile()
     assert run.as_text().count(" while(") == alone.as_text().count(" while(")
@@ -170,10 +107,22 @@ def check_vmap(operator, mapped, implementation):
         assert_trees_close([g[i] for g in got], alone(example, c.dy), 1e-12)
 
 
-@only_own_rules
-@vary_operator
-def test_nested_vmap_and_no_examples(name, implementation):
-    op, params, batch = setup(name, implementation)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_vmap(name):
+    check_vmap(OPERATORS[name], None)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "axes"), [(name, axes) for name, o in OPERATORS.items() for axes in o.mapped]
+)
+def test_vmap_of_some_arguments(name, axes):
+    check_vmap(OPERATORS[name], axes)
+
+
+@vary_subject
+def test_nested_vmap_and_no_examples(subject):
+    op, params, batch = subject.op, subject.params, subject.batch
     batch = jax.tree.map(lambda a: a[:4], batch)
     split = jax.tree.map(lambda a: a.reshape(2, 2, 1, *a.shape[1:]), batch)
     run = jax.jit(lambda p, b: gradients(op)(p, b)[1]["x"])
@@ -184,11 +133,10 @@ def test_nested_vmap_and_no_examples(name, implementation):
     assert jax.vmap(inner, (None, 0))(params, none).shape == (2, 0, 1, *batch["x"].shape[1:])
 
 
-@only_own_rules
-@vary_operator
-def test_vmap_of_operands_sharded_differently(name, implementation):
+@vary_subject
+def test_vmap_of_operands_sharded_differently(subject):
     """The examples of one operand and the images of another are sharded over one mesh axis."""
-    op, params, batch = setup(name, implementation)
+    op, params, batch = subject.op, subject.params, subject.batch
     batch = jax.tree.map(lambda a: a.reshape(8, 2, *a.shape[1:]), batch)
     mesh = mesh_of((2,), ("i",))
     sharded = jax.device_put(batch, NamedSharding(mesh, P("i")))
@@ -197,16 +145,16 @@ def test_vmap_of_operands_sharded_differently(name, implementation):
     assert_trees_close(run(sharded), run(batch), 1e-12)
 
 
-@only_own_rules
-@vary_operator
+@vary_subject
 @pytest.mark.parametrize(
     ("shape", "spec"), [((16, 1), P("i")), ((2, 8), P(None, "i"))], ids=["examples", "images"]
 )
-def test_per_example_gradients_gather_nothing(name, implementation, shape, spec):
-    op, params, batch = setup(name, implementation)
+def test_per_example_gradients_gather_nothing(subject, shape, spec):
+    op, params, batch = subject.op, subject.params, subject.batch
     mesh = mesh_of((8,), ("i",))
     split = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), batch)
     split = jax.device_put(split, NamedSharding(mesh, spec))
     params = jax.device_put(params, NamedSharding(mesh, P()))
-    per_example = jax.vmap(gradients(op), (None, 0))
-    assert {kind for kind, _, _ in collectives_of(per_example, params, split)} <= {"all-reduce"}
+    per_example = jax.jit(jax.vmap(gradients(op), (None, 0)))
+    program = per_example.lower(params, split).compile().as_text()
+    assert {c.kind for c in collectives(program)} <= {"all-reduce"}

@@ -9,11 +9,14 @@ from effjax.ops._common.arguments import conv_output_size
 from tests.ops.battery import Case, Operator
 from tests.ops.samplers.deform_attention import oracle
 
+# In a level of four pixels, a sample is zero unless it is between -1/8 and 9/8.
+EDGES = [-1e30, 1e30, -np.inf, np.inf, np.nan, -1.0, -0.125, -0.124, 0.0, 1.0, 1.124, 1.125, 9.0]
 CASES = {
     "levels": dict(shapes=((4, 5), (3, 2), (1, 1)), heads=2, depth=3, points=2),
     "one": dict(shapes=((3, 4),), heads=1, depth=1, points=1),
     # Channels in vectors and a rest, more points than are computed together.
     "wide": dict(shapes=((5, 3), (2, 2), (1, 3), (2, 1)), heads=2, depth=53, points=5),
+    "edges": dict(shapes=((4, 4),), heads=1, depth=1, points=1, batch=2 * len(EDGES), queries=1),
 }
 
 
@@ -40,7 +43,11 @@ def make_random(
 
 
 def make(name, **options):
-    return make_random(**CASES[name], **options)
+    c = make_random(**CASES[name], **options)
+    if name == "edges":
+        c.args[1] = np.random.default_rng(0).uniform(0.2, 0.8, size=c.args[1].shape)
+        c.args[1][: len(EDGES), ..., 0].flat = c.args[1][len(EDGES) :, ..., 1].flat = EDGES
+    return c
 
 
 def between_pixels(name="levels"):
@@ -66,7 +73,7 @@ ATTENTION = Operator(
         ("levels", dict(batch=3, queries=0)),
         ("levels", dict(batch=3, queries=33)),
     ),
-    mapped={"all": (0, 0, 0), "value": (0, None, None), "queries": (None, 0, 0)},
+    mapped=((0, None, None), (None, 0, 0)),
     derivatives=between_pixels,
     options={"workspace_bytes": 3000},  # less than all queries
 )
@@ -78,6 +85,7 @@ WINDOWS = {
         kernel=(3, 5), strides=(2, 1), dilation=(1, 2), padding=((0, 1), (4, 2)), scale=1.5,
         remove_center=True,
     ),
+    "non_finite": dict(padding=((1, 1), (1, 1))),
     "even": dict(kernel=(2, 4), padding=((1, 1), (2, 2)), dilation=(2, 1), scale=0.5),
 }  # fmt: skip
 NAMES = dict(kernel="kernel_size", dilation="kernel_dilation", scale="offset_scale")
@@ -104,7 +112,10 @@ def make_random_window(
 
 
 def make_window(name, **options):
-    return make_random_window(WINDOWS[name], **options)
+    c = make_random_window(WINDOWS[name], **options)
+    if name == "non_finite":  # such samples are zero
+        c.args[1][:, 0], c.args[1][:, 1] = np.nan, np.inf
+    return c
 
 
 def window_between_pixels():
@@ -122,7 +133,7 @@ DCN = Operator(
     xla_context_case="plain",
     context_options={},
     sizes=(("even", dict(batch=0)), ("plain", dict(batch=3, size=(1, 9), depth=17))),
-    mapped={"all": (0, 0, 0), "x": (0, None, None)},
+    mapped=((0, None, None),),
     derivatives=window_between_pixels,
     options={"workspace_bytes": 3000},
 )

@@ -8,6 +8,9 @@ from effjax import deform_conv2d
 from tests.ops.battery import Case, Operator
 from tests.ops.samplers.deform_conv import oracle
 
+# Positions at and beyond the borders of five pixels, where a sample is zero unless it is between
+# -1 and 5.
+EDGES = [-1e30, 1e30, -np.inf, np.inf, np.nan, -2.0, -1.0, -1 + 1e-6, 0.0, 4.0, 4.5, 5 - 1e-6, 5.0]
 CASES = {
     "plain": dict(c=3, o=2),
     # The grid of torchvision's tests.
@@ -19,6 +22,11 @@ CASES = {
         c=4, o=4, size=(6, 3), kernel=(1, 3), padding=((0, 2), (2, 1)), strides=(2, 2)
     ),
     "pointwise": dict(c=4, o=3, kernel=(1, 1), groups=1, offset_groups=4),
+    # An image, with one sample, for each of the positions.
+    "edges": dict(
+        c=2, o=3, batch=2 * len(EDGES), size=(5, 5), kernel=(1, 1), strides=(5, 5),
+        padding=((0, 0), (0, 0)),
+    ),
 }  # fmt: skip
 
 
@@ -56,7 +64,11 @@ def make_random(
 
 
 def make(name, **options):
-    return make_random(**CASES[name], **options)
+    c = make_random(**CASES[name], **options)
+    if name == "edges":
+        c.args[1] = np.random.default_rng(0).uniform(0, 3, size=c.args[1].shape)
+        c.args[1][: len(EDGES), 0, 0, 0] = c.args[1][len(EDGES) :, 0, 0, 1] = EDGES
+    return c
 
 
 def between_pixels(name="all"):
@@ -78,12 +90,11 @@ OPERATOR = Operator(
         ("one_sided", dict(batch=3, optional=False)),
         ("all", dict(batch=33)),
     ),
-    mapped={
-        "kernel": (None, None, 0, None, 0),
-        "images": (0, 0, None, 0, None),
-        "all": (0, 0, 0, 0, 0),
-        "offset": (None, 0, None, None, None),
-    },
+    mapped=(
+        (None, None, 0, None, 0),
+        (0, 0, None, 0, None),
+        (None, 0, None, None, None),
+    ),
     derivatives=between_pixels,
     options={"workspace_bytes": 3000},  # less than two rows
 )

@@ -23,6 +23,10 @@ BOXES = np.array([
     [1, -INF, 8, 5],
 ])  # fmt: skip
 
+# Positions at and beyond the borders of 9 or 11 pixels: samples are zero unless -1 <= position <=
+# size, and clamped to the outermost pixels.
+EDGES = [-1.5, -1.0, -0.5, 0.0, 1.25, 8.0, 8.5, 9.0, 9.5, 10.0, 10.5, 11.0, 11.5]
+
 CASES = {
     "ratio": ("roi_align", dict(output_size=(3, 2), sampling_ratio=2)),
     "adaptive": ("roi_align", dict(output_size=(2, 3))),
@@ -35,6 +39,7 @@ CASES = {
         dict(output_size=(3, 3), group_size=2, part_size=2, sample_per_part=3, trans_std=0.2),
     ),
     "by_position_no_offset": ("deform_psroi_pool", dict(output_size=(2, 2), group_size=2)),
+    "edges": ("deform_roi_pool", dict(output_size=(1, 1), sampling_ratio=1)),
 }
 
 
@@ -47,14 +52,18 @@ def make(name, batch=2, boxes=12, channels=6, seed=0, dtype=np.float64):
     x = rng.normal(size=(batch, 9, 11, blocks * channels)).astype(dtype)
     shifted = BOXES + rng.uniform(0, 0.4, size=(batch, len(BOXES), 1))
     all_boxes = np.resize(shifted, (batch, boxes, 4)) if boxes else shifted[:, :0]
+    if name == "edges":  # boxes of one sample in the middle
+        middle = np.array([[x, y] for y in EDGES for x in EDGES]) + 0.5
+        boxes = len(middle)
+        all_boxes = np.tile(np.concatenate([middle - 1, middle + 1], -1) / 0.5, (batch, 1, 1))
     size = options["output_size"]
-    offset = None
+    offset = np.zeros((batch, boxes, 1, 1, 2)) if name == "edges" else None
     if "gamma" in options:
         offset = rng.normal(size=(batch, boxes, *size, 2))
     elif "trans_std" in options:
         part = options["part_size"]
         offset = rng.normal(size=(batch, boxes, part, part, 2 * 3))
-    if offset is not None and batch and boxes > 7:
+    if name != "edges" and offset is not None and batch and boxes > 7:
         offset[0, 0, 0, 0, :2] = [NAN, 0]
         offset[0, 1, 0, 0, :2] = [0, -INF]
         offset[0, 2, -1, -1, :2] = [1e30, 0]
@@ -102,7 +111,7 @@ OPERATOR = Operator(
         ("offset", dict(batch=1, boxes=5, channels=97)),
         ("by_position_no_offset", dict(batch=1, boxes=5, channels=97)),
     ),
-    mapped={"images": (0, None, None), "boxes": (None, None, 0), "all": (0, 0, 0)},
+    mapped=((0, None, None), (None, None, 0)),
     derivatives=between_pixels,
     options={},
 )
