@@ -1,4 +1,4 @@
-"""Transformations that are specific to batch norm, or to its named axes."""
+"""Transformations that are specific to batch norm, its named axes, and groups of devices."""
 
 import functools
 
@@ -13,8 +13,9 @@ from jax.test_util import check_grads
 
 from effjax import batch_norm_inference, sync_batch_norm
 from tests import oracles
-from tests.contexts import assert_trees_close, mesh_of
+from tests.contexts import DEVICES, assert_trees_close, mesh_of
 from tests.ops.batch_norm.cases import PARAMS, C, make_batch
+from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -72,3 +73,84 @@ def test_numpy_mask_mapped_by_vmap_inside_jit():
     mapped = jax.vmap(lambda *args: sync_batch_norm(args[0], mask=args[1])[0])
     got = jax.jit(lambda x: mapped(x, mask))(x)
     np.testing.assert_allclose(got, jax.jit(mapped)(x, mask), atol=1e-5)
+
+
+GROUPS = [[0, 2, 4, 6], [1, 3, 5, 7]]
+ORDER = [device for group in GROUPS for device in group]
+
+
+def reorder(a, order=ORDER):
+    """Permute the parts of an array of all devices."""
+    return np.concatenate([np.split(np.asarray(a), DEVICES)[i] for i in order])
+
+
+def per_group(x, w):
+    """Loss and gradients with statistics inside each group of devices, on one device."""
+
+    def loss(x):
+        parts = zip(jnp.split(x, 2), jnp.split(reorder(w), 2), strict=True)
+        return jnp.mean(jnp.stack([jnp.mean(oracles.batch_norm(a)[0] ** 2 * b) for a, b in parts]))
+
+    value, dx = jax.jit(jax.value_and_grad(loss))(reorder(x))
+    return value, reorder(dx, np.argsort(ORDER))
+
+
+def grouped(x, w, **options):
+    loss = lambda x: jnp.mean(sync_batch_norm(x, axis_name="i", **options)[0] ** 2 * w)  # noqa: E731
+    value, dx = jax.value_and_grad(loss)(x)
+    return lax.pmean(value, "i")[None], dx / DEVICES
+
+
+@pytest.mark.parametrize(("how", "stats"), [("pmap", "two_psum"), ("shard_map", "gather")])
+def test_groups_of_devices(how, stats):
+    batch = make_batch()
+    run = functools.partial(grouped, axis_index_groups=GROUPS, stats=stats)
+    if how == "pmap":
+        split = [a.reshape(DEVICES, -1, *a.shape[1:]) for a in (batch["x"], batch["w"])]
+        value, dx = jax.pmap(run, axis_name="i")(*split)
+        dx = dx.reshape(batch["x"].shape)
+    else:
+        mesh = mesh_of((DEVICES,), ("i",))
+        specs = {"in_specs": (P("i"), P("i")), "out_specs": (P("i"), P("i"))}
+        mapped = jax.shard_map(run, mesh=mesh, check_vma=False, **specs)
+        value, dx = jax.jit(mapped)(batch["x"], batch["w"])
+    want = per_group(batch["x"], batch["w"])
+    assert_trees_close((value.ravel()[0], dx), want, 1e-12)
+
+
+@vary("size", [2, 1, 8])
+def test_groups_by_size(size):
+    """Neighboring devices form a group, as in apex."""
+    x = make_batch()["x"].reshape(DEVICES, -1, C)
+    run = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=size)[1].mean  # noqa: E731
+    want = np.repeat(x.reshape(DEVICES // size, -1, C).mean(1), size, 0)
+    np.testing.assert_allclose(jax.pmap(run, "i")(x), want, atol=1e-12)
+
+
+def test_rejects_group_size_that_does_not_divide():
+    run = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=3)[0]  # noqa: E731
+    with pytest.raises(ValueError, match=r"`axis_index_groups` \(=3\) must contain each of the 8"):
+        jax.pmap(run, "i")(np.ones((DEVICES, 4, C)))
+
+
+def test_groups_by_mesh_axis():
+    batch = make_batch()
+    mesh = mesh_of((2, 4), ("group", "i"))
+
+    def local(x, w):
+        return lax.pmean(jnp.mean(sync_batch_norm(x, axis_name="i")[0] ** 2 * w), ("group", "i"))
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(("group", "i")), P(("group", "i"))), out_specs=P()
+    )
+    value, dx = jax.jit(jax.value_and_grad(mapped))(reorder(batch["x"]), reorder(batch["w"]))
+    dx = reorder(dx, np.argsort(ORDER))
+    assert_trees_close((value, dx), per_group(batch["x"], batch["w"]), 1e-12)
+
+
+def test_error_for_groups_that_jax_does_not_support():
+    norm = lambda x: sync_batch_norm(x, axis_name="i", axis_index_groups=GROUPS)[0]  # noqa: E731
+    specs = {"mesh": mesh_of((DEVICES,), ("i",)), "in_specs": P("i"), "out_specs": P("i")}
+    for run in (jax.shard_map(norm, **specs), jax.vmap(norm, axis_name="i")):
+        with pytest.raises(ValueError, match=r"mesh of shape \(2, 4\) with axes \('group', 'i'\)"):
+            jax.eval_shape(run, np.ones((DEVICES, 4, C)))
