@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,27 +79,31 @@ def dense_block_of(**options):
     return Subject(op, definition, dense_block.make_params(), dense_block.make_batch())
 
 
-def linear_cross_entropy(bias=True, where=True, **options):
+def make_head(
+    tokens=(16, 3), width=5, vocab_size=11, bias=True, where=False, transposed=False, dtype="f8"
+):  # fmt: skip
+    """Return parameters and a batch of linear_cross_entropy."""
     rng = np.random.default_rng(0)
-    params = {"kernel": rng.normal(size=(11, 5) if options.get("transposed") else (5, 11))}
-    if bias:
-        params["bias"] = rng.normal(size=11)
-    tokens = 16, 3
-    batch = {"x": rng.normal(size=(*tokens, 5)), "labels": rng.integers(0, 11, tokens)}
-    batch["w"] = rng.normal(size=tokens)
-    if where:
-        batch["where"] = rng.random(tokens) < 0.7
+    kernel = rng.normal(size=(width, vocab_size))
+    params = {"kernel": kernel.T if transposed else kernel}
+    params |= {"bias": rng.normal(size=vocab_size)} if bias else {}
+    batch = {"x": rng.normal(size=(*tokens, width)), "w": rng.normal(size=tokens)}
+    params, batch = jax.tree.map(lambda a: np.asarray(a, dtype), (params, batch))
+    batch["labels"] = rng.integers(0, vocab_size, tokens)
+    return params, batch | ({"where": rng.random(tokens) < 0.7} if where else {})
 
-    def bind(function, **options):
-        def op(params, batch, axis_name):
-            given = {"where": batch["where"]} if where else {}
-            x, labels = batch["x"], batch["labels"]
-            return function(x, labels=labels, **params, **given, **options), ()
 
-        return op
+def run_head(function, params, batch, axis_name=None, **options):
+    given = {name: batch[name] for name in ("labels", "where") if name in batch}
+    return function(batch["x"], **params, **given, **options), ()
 
-    op = bind(effjax.linear_cross_entropy, chunk_size=4, **options)
-    return Subject(op, bind(oracles.cross_entropy, **options), params, batch)
+
+def linear_cross_entropy(bias=True, where=True, transposed=False, **options):
+    options["transposed"] = transposed
+    definition = functools.partial(run_head, oracles.cross_entropy, **options)
+    op = functools.partial(run_head, effjax.linear_cross_entropy, chunk_size=4, **options)
+    arrays = make_head(bias=bias, where=where, transposed=transposed)
+    return Subject(op, definition, *arrays)
 
 
 def dot_product_attention(segments=True, **options):

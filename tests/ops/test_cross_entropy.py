@@ -14,32 +14,12 @@ from effjax import linear_cross_entropy
 from effjax.memory import plan, residual_bytes
 from tests import oracles
 from tests.contexts import assert_trees_close, mesh_of, single_device
+from tests.ops.subjects import make_head, run_head
 from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 from tests.tiers import vary
 
-V = 11
-
-
-def make(tokens=(16, 3), width=5, vocab_size=V, where=False, dtype="f8"):
-    """Return parameters and a batch."""
-    rng = np.random.default_rng(0)
-    params = {"kernel": rng.normal(size=(width, vocab_size)), "bias": rng.normal(size=vocab_size)}
-    batch = {"x": rng.normal(size=(*tokens, width)), "w": rng.normal(size=tokens)}
-    params, batch = jax.tree.map(lambda a: np.asarray(a, dtype), (params, batch))
-    batch["labels"] = rng.integers(0, vocab_size, tokens)
-    if where:
-        batch["where"] = rng.random(tokens) < 0.7
-    return params, batch
-
-
-def run(function, params, batch, axis_name=None, **options):
-    """Run a head in the form of tests.contexts."""
-    given = {name: batch[name] for name in ("labels", "where") if name in batch}
-    return function(batch["x"], **params, **given, **options), ()
-
-
-op = functools.partial(run, linear_cross_entropy, chunk_size=4)
-oracle = functools.partial(run, oracles.cross_entropy)
+op = functools.partial(run_head, linear_cross_entropy, chunk_size=4)
+oracle = functools.partial(run_head, oracles.cross_entropy)
 
 
 def check(params, batch, tolerance, chunk_size: int | None = 4, **options):
@@ -76,7 +56,7 @@ def gradients(op, params, batch):
     ],
 )
 def test_shapes(tokens, width, vocab_size, chunk_size, x64):
-    params, batch = make(tokens, width, vocab_size)
+    params, batch = make_head(tokens, width, vocab_size)
     check(params, batch, 1e-12, chunk_size)
     losses = jax.eval_shape(op, params, batch)[0]
     assert losses.shape == tokens and losses.dtype == "float64"
@@ -84,7 +64,7 @@ def test_shapes(tokens, width, vocab_size, chunk_size, x64):
 
 @pytest.mark.parametrize("tokens", [(0, 3), (3, 0)])
 def test_empty_batch(tokens):
-    params, batch = make(tokens)
+    params, batch = make_head(tokens)
     found = gradients(op, params, batch)
     assert not any(np.any(d) for d in jax.tree.leaves(found))
     assert found[1].shape == batch["x"].shape
@@ -92,18 +72,18 @@ def test_empty_batch(tokens):
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
 def test_accuracy_of_many_slices(label_smoothing):
-    arrays = make((4, 8), width=16, vocab_size=512, dtype="f4")
+    arrays = make_head((4, 8), width=16, vocab_size=512, dtype="f4")
     check(*arrays, 2e-5, chunk_size=2, label_smoothing=label_smoothing)
 
 
 def test_large_logits():
-    params, batch = make(dtype="f4")
+    params, batch = make_head(dtype="f4")
     check(jax.tree.map(lambda p: 1e4 * p, params), batch, 1e-4)
 
 
 def test_columns_of_minus_infinity():
     """As of a padded vocabulary: a whole slice of them, and the first one."""
-    params, batch = make(dtype="f4")
+    params, batch = make_head(dtype="f4")
     params["bias"][[*range(4), 9]] = -np.inf
     batch["labels"] = 4 + batch["labels"] % 5
     check(params, batch, 1e-5)
@@ -112,23 +92,23 @@ def test_columns_of_minus_infinity():
 @pytest.mark.parametrize("dtype", ["int8", "uint32"])
 def test_label_dtypes(dtype):
     """Of which some do not hold the size of the vocabulary."""
-    params, batch = make(vocab_size=300, dtype="f4")
+    params, batch = make_head(vocab_size=300, dtype="f4")
     batch["labels"] = (batch["labels"] % 128).astype(dtype)
     check(params, batch, 1e-5, chunk_size=200)
 
 
 @pytest.mark.parametrize("where", [(3,), ()])
 def test_where_broadcasts(where):
-    params, batch = make(dtype="f4")
+    params, batch = make_head(dtype="f4")
     batch["where"] = np.random.default_rng(1).random(where) < 0.5
     check(params, batch, 1e-5)
 
 
 def test_invalid_labels_give_nan(x64):
     """Their losses are NaN, but for those that do not count."""
-    params, batch = make((7,))
+    params, batch = make_head((7,))
     bad = np.arange(7) < 5
-    batch["labels"][bad] = -1, V, -100, 2**32 + 3, np.iinfo("int64").min
+    batch["labels"][bad] = -1, 11, -100, 2**32 + 3, np.iinfo("int64").min
     np.testing.assert_array_equal(np.isnan(jax.jit(op)(params, batch)[0]), bad)
     dparams, dx = gradients(op, params, batch | {"where": ~bad})
     want = gradients(oracle, params, jax.tree.map(lambda a: a[5:], batch))
@@ -139,7 +119,7 @@ def test_invalid_labels_give_nan(x64):
 @vary("dtype, kept", [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")])
 def test_dtypes(dtype, kept):
     """Products of half-precision values accumulate in float32, over slices too."""
-    params, batch = make((4, 8), width=32, vocab_size=400, dtype="f4")
+    params, batch = make_head((4, 8), width=32, vocab_size=400, dtype="f4")
     params = jax.tree.map(lambda p: jnp.asarray(p, kept), params)
     batch["x"] = jnp.asarray(batch["x"], dtype)
     ours = functools.partial(op, chunk_size=3)
@@ -161,7 +141,7 @@ def test_dtypes(dtype, kept):
 )
 def test_sharded_tokens_and_kernel(x, kernel, x64):
     mesh = mesh_of((4, 2), ("i", "j"), AxisType.Explicit)
-    params, batch = make((16, 4), width=6, vocab_size=10)
+    params, batch = make_head((16, 4), width=6, vocab_size=10)
     want = gradients(oracle, params, batch)
     placed = dict(kernel=NamedSharding(mesh, kernel), bias=NamedSharding(mesh, P()))
     arrays = jax.device_put(params, placed), jax.device_put(batch, NamedSharding(mesh, x))
@@ -170,7 +150,7 @@ def test_sharded_tokens_and_kernel(x, kernel, x64):
 
 def test_logits_never_exist_at_full_size():
     """No array of either pass has so many elements, nor is more kept than the arguments."""
-    params, batch = make((4, 8), width=16, vocab_size=640, dtype="f4")
+    params, batch = make_head((4, 8), width=16, vocab_size=640, dtype="f4")
     ours = functools.partial(op, chunk_size=128)
     jaxpr = str(jax.make_jaxpr(functools.partial(gradients, ours))(params, batch))
     assert "f32[4,8,128]" in jaxpr and "[4,8,640]" not in jaxpr and "[32,640]" not in jaxpr
