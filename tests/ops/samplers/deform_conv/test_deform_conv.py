@@ -1,4 +1,4 @@
-"""Specific properties of deform_conv2d: borders, half precision, memory."""
+"""Specific properties of deform_conv2d."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from effjax import deform_conv2d
 from effjax.ops._common.platform import trace_for_platform
+from tests import oracles
 from tests.contexts import assert_trees_close
 from tests.ops.battery import own_rules_or_xla
 from tests.ops.samplers.deform_conv.cases import make, make_random
@@ -20,10 +20,8 @@ from tests.tiers import vary
 def test_zero_offset_is_a_convolution(padding, pads):
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(2, 6, 7, 4)), rng.normal(size=(3, 2, 2, 6))
-    want = lax.conv_general_dilated(
-        x, kernel, (2, 1), pads, rhs_dilation=(1, 2), feature_group_count=2,
-        dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest",
-    )  # fmt: skip
+    conv_options = dict(rhs_dilation=(1, 2), feature_group_count=2, precision="highest")
+    want = oracles.conv(x, kernel, (2, 1), pads, **conv_options)
     offset, mask = np.zeros((*want.shape[:3], 24)), np.ones((*want.shape[:3], 12))
     options: dict[str, Any] = dict(strides=(2, 1), kernel_dilation=(1, 2), padding=padding)
     options |= dict(feature_group_count=2, offset_groups=2, precision="highest")
@@ -54,10 +52,6 @@ def test_half_precision_is_as_accurate_as_a_convolution(implementation, dtype):
     offset = jnp.zeros((2, 8, 8, 18), dtype)
     dy = jnp.asarray(rng.normal(size=(2, 8, 8, 16)), dtype)
 
-    def lax_conv(x, kernel):
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
-
     def run(f, dtype):
         y, backward = jax.vjp(jax.jit(f), x.astype(dtype), kernel.astype(dtype))
         return y, *backward(dy.astype(dtype))
@@ -65,8 +59,8 @@ def test_half_precision_is_as_accurate_as_a_convolution(implementation, dtype):
     def conv(x, kernel):
         return deform_conv2d(x, offset, kernel, padding="SAME", implementation=implementation)
 
-    exact = run(lax_conv, jnp.float32)
-    for ours, theirs, e in zip(run(conv, dtype), run(lax_conv, dtype), exact, strict=True):
+    exact = run(oracles.conv, jnp.float32)
+    for ours, theirs, e in zip(run(conv, dtype), run(oracles.conv, dtype), exact, strict=True):
         assert ours.dtype == dtype
         error, other = (jnp.linalg.norm(a.astype(jnp.float32) - e) for a in (ours, theirs))
         assert error <= 1.02 * other  # the same sum, rounded in two ways
