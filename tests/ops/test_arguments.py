@@ -146,12 +146,9 @@ def assert_same_program(name, options, same):
         ("deform_conv2d", {"padding": "valid"}, {"padding": ((0, 0), (0, 0))}),
         ("deform_conv2d", {"padding": [(0, 0), [0, 0]]}, {"padding": "VALID"}),
         ("deform_conv2d", {"padding": np.zeros((2, 2), int)}, {"padding": "VALID"}),
-        ("deform_conv2d", {"strides": [1, np.int64(1)]}, {"strides": 1}),
         ("deform_conv2d", {"strides": np.array([1, 1])}, {"strides": jnp.int32(1)}),
         ("deform_conv2d", {"precision": ["high", "default"]}, {"precision": ("high", "default")}),
         ("bn_relu_conv", {"padding": (1, 2)}, {"padding": ((1, 1), (2, 2))}),
-        ("bn_relu_conv", {"padding": np.int64(1)}, {"padding": 1}),
-        ("sync_batch_norm", {"epsilon": np.array(2.0)}, {"epsilon": 2}),
         ("sync_batch_norm", {"epsilon": jnp.int32(2)}, {"epsilon": 2.0}),
     ],
 )
@@ -160,8 +157,7 @@ def test_options_in_other_forms(name, options, same):
 
 
 @pytest.mark.parametrize(
-    ("padding", "pads"),
-    [("SAME", ((1, 1), (1, 2))), ("SAME_LOWER", ((1, 1), (2, 1))), (((1, 0), (3, 2)),) * 2],
+    ("padding", "pads"), [("SAME", ((1, 1), (1, 2))), ("SAME_LOWER", ((1, 1), (2, 1)))]
 )
 def test_padding(padding, pads):
     """Names of paddings depend on the size of the image, the kernel and its dilation."""
