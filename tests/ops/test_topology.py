@@ -15,6 +15,7 @@ from tests.tiers import vary
 
 NAMES = ["deform_conv2d", *(name for name in OPERATORS if name != "deform_conv2d")]
 START = """
+import contextlib
 import json
 import sys
 
@@ -32,36 +33,43 @@ import effjax
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
 """
 GRADIENTS = """
+from effjax.memory import collectives
 from tests.contexts import value_and_grads
-from tests.ops.subjects import OPERATORS
+from tests.ops.subjects import OPERATORS, OTHERS
 
-names, mesh_axes = options
+names, mesh_axes, is_mapped = options
 mesh = None
 if mesh_axes:
     mesh = Mesh(np.array(devices), ("i",), axis_types=(getattr(AxisType, mesh_axes),))
 
-def place(tree, spec):
-    # Numbers of the subjects are float64, which TPUs emulate.
+def place(tree, spec, lead=()):
     sharding = NamedSharding(mesh, spec) if mesh else SingleDeviceSharding(devices[0])
-    dtypes = {"float64": jnp.float32, "int64": jnp.int32}
 
     def shape(a):
-        return jax.ShapeDtypeStruct(a.shape, dtypes.get(str(a.dtype), a.dtype), sharding=sharding)
+        dtype = jax.dtypes.canonicalize_dtype(a.dtype)  # not float64, which TPUs emulate
+        return jax.ShapeDtypeStruct((*lead, *a.shape), dtype, sharding=sharding)
 
     return jax.tree.map(shape, tree)
 
 for name in names:
     subject = OPERATORS[name]()
-    run = jax.jit(lambda params, batch: value_and_grads(subject.op, params, batch, None))
-    lower = lambda: run.lower(place(subject.params, P()), place(subject.batch, P("i")))
-    if mesh is None:
-        with effjax.trace_for_platform("tpu"):
-            lowered = lower()
-    else:
-        lowered = lower()
+    run = lambda params, batch: value_and_grads(subject.op, params, batch, None)
+    run, lead = (jax.vmap(run, (None, 0)), (4,)) if is_mapped else (run, ())
+    # On a mesh, operators follow the devices of their arguments, which vmap hides.
+    follow = mesh and not is_mapped
+    with contextlib.nullcontext() if follow else effjax.trace_for_platform("tpu"):
+        params, batch = place(subject.params, P()), place(subject.batch, P("i"), lead)
+        lowered = jax.jit(run).lower(params, batch)
     text = lowered.as_text()
     assert "@effjax" not in text and "CustomSPMDPartitioning" not in text, name
-    lowered.compile()
+    # Without the maximum of two numbers of samples (adaptive RoI pooling).
+    sent = [c for c in collectives(lowered.compile().as_text()) if c.bytes > 8]
+    assert {c.kind for c in sent} <= {"all-reduce"}, (name, sent)
+    if is_mapped:
+        assert not sent
+    elif name in OTHERS:
+        size = sum(p.size for p in jax.tree.leaves(subject.params))
+        assert sum(c.bytes * c.count for c in sent) <= 4 * (size + 1), (name, sent)
 """
 OFFLOADED_STEP = """
 import optax
@@ -102,13 +110,23 @@ def run(program, *options):
 
 @needs_tpu_compiler
 @vary(
-    ("names", "mesh_axes"),
-    [(NAMES[:1], "Explicit"), (NAMES[:1], "Auto"), (NAMES[1:], "Auto"), (NAMES[:1], None)],
-    ids=["Explicit", "deform_conv2d", "others", "no mesh"],
+    ("names", "mesh_axes", "is_mapped"),
+    [
+        (NAMES[:1], "Explicit", False),
+        (NAMES[:1], "Auto", False),
+        (NAMES[1:], "Auto", False),
+        (NAMES[:1], "Auto", True),
+        (NAMES[:1], None, False),
+    ],
+    ids=["Explicit", "deform_conv2d", "others", "examples", "no mesh"],
 )
-def test_gradients_compile_for_four_chips(names, mesh_axes):
-    """Operators follow the mesh, or `trace_for_platform`, and not the default backend."""
-    run(GRADIENTS, names, mesh_axes)
+def test_gradients_compile_for_four_chips(names, mesh_axes, is_mapped):
+    """Operators follow the mesh, or `trace_for_platform`, and not the default backend.
+
+    Each chip has its own sequences, images or examples of vmap: gradients of parameters are reduced
+    once, and nothing else is sent.
+    """
+    run(GRADIENTS, names, mesh_axes, is_mapped)
 
 
 @pytest.mark.exhaustive
