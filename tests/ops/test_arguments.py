@@ -25,7 +25,8 @@ WRONG_TYPES = {
     ],
     "linear_cross_entropy": [{"x": ones(4, 3, dtype=int)}],
     "sync_batch_norm": [
-        {"x": [1.0]}, {"mask": ones(4, 3, 5)}, {"residual": ones(4, 3, 5, dtype="f2")},
+        {"x": [1.0]}, {"x": object()}, {"mask": ones(4, 3, 5)},
+        {"residual": ones(4, 3, 5, dtype="f2")},
         {"epsilon": ones(2)},
     ],
     "bn_relu_conv": [{"num_chunks": 1.0}],
