@@ -243,29 +243,29 @@ def test_splash_matches_all_scores(options):
     assert_trees_close(*found, 1e-5)
 
 
-@pytest.mark.parametrize("how", ["jit", "shard_map", "shard_map_unchecked"])
-def test_selection_on_tpu(how, mesh8):
-    """Splash attention where it can be traced and need not be partitioned."""
+@pytest.mark.parametrize(
+    ("platform", "how"),
+    [
+        ("tpu", "shard_map_unchecked"),
+        ("tpu", "shard_map"),
+        ("tpu", "jit"),
+        ("cuda", "jit"),
+        ("cpu", "jit"),
+    ],
+)
+def test_selection(platform, how, mesh8):
+    """Splash attention where it can be traced and need not be partitioned; here, never cuDNN."""
 
     def gradients(q, k, v):
         return jax.grad(lambda *a: jnp.sum(dot_product_attention(*a)), (0, 1, 2))(q, k, v)
 
     if how != "jit":
-        check = how == "shard_map"
-        gradients = jax.shard_map(
-            gradients, mesh=mesh8, in_specs=P("data"), out_specs=P("data"), check_vma=check
-        )
+        specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": how == "shard_map"}
+        gradients = jax.shard_map(gradients, mesh=mesh8, **specs)
     q, k, v = (jax.ShapeDtypeStruct((8, 128, h, 64), "bfloat16") for h in (2, 1, 1))
-    with trace_for_platform("tpu"):
+    with trace_for_platform(platform):
         program = str(jax.make_jaxpr(gradients)(q, k, v))
     assert ("pallas_call" in program) == (how == "shard_map_unchecked")
-
-
-@pytest.mark.parametrize("platform", ["cuda", "cpu"])
-def test_selection_without_cudnn(platform):
-    q = jax.ShapeDtypeStruct((2, 128, 2, 64), "bfloat16")
-    with trace_for_platform(platform):
-        program = str(jax.make_jaxpr(dot_product_attention)(q, q, q))
     assert "scan" in program and "cudnn" not in program
 
 
