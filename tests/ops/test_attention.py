@@ -94,10 +94,14 @@ def test_dtypes(dtype, tolerance):
     assert_trees_close(*both((2, 100, 4, 2, 16), dtype, segments=True, block_size=8), tolerance)
 
 
-def test_large_scores():
+@pytest.mark.parametrize(
+    ("dtype", "scale", "tolerance"), [("f8", 5000.0, 1e-9), ("f4", 200.0, 1e-4)]
+)
+def test_large_scores(dtype, scale, tolerance):
     """Scores beyond the range of exp, and a row whose first blocks are all masked."""
     ids = np.array([[0] * 6 + [1] * 6])
-    assert_close(*both((1, 12, 2, 1, 4), segment_ids=ids, block_size=2, scale=5000.0), 1e-9)
+    found = both((1, 12, 2, 1, 4), dtype, segment_ids=ids, block_size=2, scale=scale)
+    assert_close(*found, tolerance)
 
 
 @vary("spec", [P("i", None, "j"), P("i", "j")])
