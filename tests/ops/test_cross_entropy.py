@@ -160,10 +160,7 @@ def test_logits_never_exist_at_full_size():
     assert kept.bytes - kept.argument_bytes == logsumexp_and_labels
 
 
-@pytest.mark.parametrize(
-    ("tokens", "columns"),
-    [(10000, 1664), (64 * 1024, 512), (0, 2048)],
-)
+@pytest.mark.parametrize(("tokens", "columns"), [(10000, 1664), (64 * 1024, 512), (0, 2048)])
 def test_default_chunk_size(tokens, columns):
     """64 MiB of logits in multiples of 128 columns, or D columns if that is more."""
     shapes = [((tokens, 512), "f4"), ((512, 2048), "f4"), ((tokens,), "i4")]

@@ -65,11 +65,7 @@ DETECTOR = {
         [(1, 13_400, 32, 4), (1, 5000, 32, 1, 4, 2), (1, 5000, 32, 1, 4)],
         (0, 1, 2),
     ),
-    "roi, adaptive": (
-        functools.partial(pool, ratio=0),
-        [(2, 100, 136, 256), (2, 512, 4)],
-        (0,),
-    ),
+    "roi, adaptive": (functools.partial(pool, ratio=0), [(2, 100, 136, 256), (2, 512, 4)], (0,)),
     "roi, few channels": (pool, [(1, 64, 64, 4), (1, 4000, 4)], (0,)),
 }
 

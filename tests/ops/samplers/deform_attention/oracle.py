@@ -50,32 +50,27 @@ def dcn(
     """Return DCNv3's aggregation; with dy also its gradients. Taps are ordered by columns."""
     n, ho, wo, _ = offset.shape
     h, w, c = x.shape[1:]
-    kh, kw = kernel
-    taps = [(i, j) for j in range(kw) for i in range(kh)]
+    taps = [(j, i) for j in range(kernel[1]) for i in range(kernel[0])]
     if remove_center:
-        taps.remove((kh // 2, kw // 2))
+        taps.remove((kernel[1] // 2, kernel[0] // 2))
     groups = mask.shape[-1] // len(taps)
-    offsets = np.asarray(offset, np.float64).reshape(n, ho, wo, groups, len(taps), 2)
-    locations = np.zeros((n, ho, wo, groups, 1, len(taps), 2))
     middle = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
-    for p, q, (k, (i, j)) in itertools.product(range(ho), range(wo), enumerate(taps)):
-        center_y = p * strides[0] - padding[0][0] + middle[0]
-        center_x = q * strides[1] - padding[1][0] + middle[1]
-        ty = i * dilation[0] - middle[0] + offsets[:, p, q, :, k, 1]
-        tx = j * dilation[1] - middle[1] + offsets[:, p, q, :, k, 0]
-        locations[:, p, q, :, 0, k, 0] = center_x + scale * tx
-        locations[:, p, q, :, 0, k, 1] = center_y + scale * ty
+    rows, columns = (
+        np.arange(size) * strides[axis] - padding[axis][0] + middle[axis]
+        for axis, size in enumerate((ho, wo))
+    )
+    centers = np.stack(np.meshgrid(columns, rows), -1)[:, :, None, None]
+    steps = np.array(taps) * dilation[::-1] - middle[::-1]
+    offsets = np.asarray(offset, np.float64).reshape(n, ho, wo, groups, len(taps), 2)
+    locations = centers + scale * (steps + offsets)
     args = (
         np.asarray(x).reshape(n, h * w, groups, c // groups), [(h, w)],
-        locations.reshape(n, ho * wo, *locations.shape[3:]),
+        locations.reshape(n, ho * wo, groups, 1, len(taps), 2),
         np.asarray(mask).reshape(n, ho * wo, groups, 1, len(taps)),
     )  # fmt: skip
     result = attention(*args, dy, normalized=False)
     if dy is None:
         return result.reshape(n, ho, wo, c)
     y, (dvalue, dlocations, dweights) = result
-    gradients = dvalue, scale * dlocations, dweights
-    shapes = x.shape, offset.shape, mask.shape
-    return y.reshape(n, ho, wo, c), tuple(
-        d.reshape(s) for d, s in zip(gradients, shapes, strict=True)
-    )
+    dx, doffset = dvalue.reshape(x.shape), scale * dlocations.reshape(offset.shape)
+    return y.reshape(n, ho, wo, c), (dx, doffset, dweights.reshape(mask.shape))

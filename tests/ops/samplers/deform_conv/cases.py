@@ -90,11 +90,7 @@ OPERATOR = Operator(
         ("one_sided", dict(batch=3, optional=False)),
         ("all", dict(batch=33)),
     ),
-    mapped=(
-        (None, None, 0, None, 0),
-        (0, 0, None, 0, None),
-        (None, 0, None, None, None),
-    ),
+    mapped=((None, None, 0, None, 0), (0, 0, None, 0, None), (None, 0, None, None, None)),
     derivatives=between_pixels,
     options={"workspace_bytes": 3000},  # less than two rows
 )
