@@ -1,13 +1,18 @@
-"""Programs that plain JAX compiles for the devices of a topology, on a machine without them."""
+"""Programs for TPUs, which plain JAX or the planner compiles on a machine without them."""
 
 import json
 import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import effjax
+from effjax.memory import plan
 from effjax.memory.compiler.packages import find_compiler
 from tests.ops.subjects import OPERATORS
 from tests.programs import needs_tpu_compiler
@@ -134,6 +139,23 @@ def test_gradients_compile_for_four_chips(names, mesh_axes, is_mapped):
 def test_an_offloaded_step_compiles_for_four_chips():
     """All layers stay on the host, with their optimizer state."""
     run(OFFLOADED_STEP)
+
+
+@needs_tpu_compiler
+def test_planned_stack_is_in_host_memory():
+    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
+    host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    params = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32, sharding=host)
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+
+    def loss(params, x):
+        y = effjax.offload_scan(lambda w, x, key: jnp.tanh(x @ w), params, x)
+        return jnp.sum(jnp.sin(y))
+
+    p = plan(effjax.offload_jit(jax.grad(loss)), params, x, target="v5e")
+    stack, layer = 16 * 4 * 256 * 256, 4 * 256 * 256
+    assert p.host.arguments == p.host.outputs == stack
+    assert p.device.temporaries < 8 * layer
 
 
 def test_an_unknown_platform():

@@ -1,5 +1,6 @@
 """Memory of the sampling operators: slices of the work, and residuals."""
 
+import functools
 import re
 
 import jax
@@ -15,7 +16,7 @@ from tests.ops.battery import IMPLEMENTATIONS, own_rules_or_xla
 from tests.ops.samplers.deform_attention.cases import ATTENTION
 from tests.ops.samplers.deform_conv.cases import OPERATOR as CONV
 from tests.ops.samplers.roi.cases import make as make_roi
-from tests.programs import needs_gpu_compiler
+from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 from tests.tiers import vary
 
 
@@ -23,8 +24,12 @@ def convolve(*args, **options):
     return deform_conv2d(*args, padding=1, **options)
 
 
-def attend(value, *others, **options):
-    return ms_deform_attn(value, ((8, 8), (4, 4)), *others, **options)
+def attend(value, *others, levels=((8, 8), (4, 4)), **options):
+    return ms_deform_attn(value, levels, *others, **options)
+
+
+def pool(x, boxes, ratio=2):
+    return roi_align(x, boxes, output_size=7, sampling_ratio=ratio)
 
 
 def conv_shapes(height, width=32, channels=32, batch=2):
@@ -116,6 +121,42 @@ def test_memory_on_a_gpu(run, shapes, workspace):
     assert planned.device.temporaries <= workspace + others
     if run is attend:
         assert largest(planned.hlo) <= args[2].size * 32 / 4
+
+
+@needs_tpu_compiler
+@vary(
+    ("run", "shapes"),
+    [
+        (convolve, conv_shapes(56, 56, 64, 8)),
+        (convolve, [(2, 40, 80, 16), (2, 40, 80, 144), (3, 3, 16, 16), (2, 40, 80, 72)]),
+        (
+            functools.partial(attend, levels=((100, 134),)),
+            [(1, 13_400, 32, 4), (1, 5000, 32, 1, 4, 2), (1, 5000, 32, 1, 4)],
+        ),
+        (functools.partial(pool, ratio=0), [(2, 100, 136, 256), (2, 512, 4)]),
+        (pool, [(1, 64, 64, 4), (1, 4000, 4)]),
+    ],
+    ids=[
+        "conv",
+        "conv, many groups",
+        "attention, many heads",
+        "roi, adaptive",
+        "roi, few channels",
+    ],
+)
+def test_default_workspace_on_a_tpu(run, shapes):
+    """The temporaries of both passes take no more than the default of `workspace_bytes`.
+
+    Shapes are those of detectors, and awkward ones with few channels or many heads.
+    """
+    args = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+
+    def both(dy, *args):
+        y, backward = jax.vjp(run, *args)
+        return y, backward(dy)
+
+    p = plan(both, jax.eval_shape(run, *args), *args, target="v5e")
+    assert p.device.temporaries <= 256 * 2**20
 
 
 @pytest.mark.parametrize(
