@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import convert
-from tests.convert.test_checkpoint import assert_same_bits, random_bits, shapes_of
+from tests.convert.test_checkpoint import assert_same_bits, file_of, info, random_bits, shapes_of
 
 LAYERS = {
     "self_attn.q_proj.lora_A.weight": random_bits((3, 2, 8), "bfloat16", 0),
@@ -50,12 +50,10 @@ def test_layout(saved):
     assert config["target_modules"] == ["mlp.up_proj", "self_attn.q_proj"]
     assert (config["r"], config["lora_alpha"]) == (2, 3)
     assert config["base_model_name_or_path"] == "base"
-
-
-def test_scales(saved):
-    for options, want in (({"lora_alpha": 5}, 2.5), ({"use_rslora": True}, 3 / 2**0.5)):
-        change_config(saved, **options | {"lora_alpha": options.get("lora_alpha", 3)})
-        assert convert.load_adapter(saved)[1] == want
+    change_config(saved, lora_alpha=5)
+    assert convert.load_adapter(saved)[1] == 2.5
+    change_config(saved, use_rslora=True)
+    assert convert.load_adapter(saved)[1] == 5 / 2**0.5
 
 
 @pytest.mark.parametrize(
@@ -69,15 +67,6 @@ def test_scales_are_written_exactly(tmp_path, rank, alpha):
     assert type(config["lora_alpha"]) is type(alpha)
 
 
-@pytest.mark.parametrize(
-    ("scale", "error"), [(np.nan, ValueError), (np.inf, ValueError), ("x", TypeError)]
-)
-def test_rejects_scales_that_cannot_be_loaded(tmp_path, scale, error):
-    with pytest.raises(error, match="`scale`"):
-        convert.save_adapter(tmp_path / "a", LAYERS, scale)
-    assert os.listdir(tmp_path) == []
-
-
 def test_other_prefix(tmp_path):
     convert.save_adapter(tmp_path / "a", LAYERS, 1.0, layers_prefix="transformer.h")
     with pytest.raises(ValueError, match=r"left over: base_model\.model\.transformer\.h\.0\."):
@@ -86,23 +75,23 @@ def test_other_prefix(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("match", "options"),
+    ("options", "match"),
     [
-        (r"adapters with use_dora=True are not", {"use_dora": True}),
-        (r"alpha_pattern=\{'q': 3\}, b.* are not", {"bias": "all", "alpha_pattern": {"q": 3}}),
-        (r"modules_to_save=\['lm_head'\] are not", {"modules_to_save": ["lm_head"]}),
-        (r"init_lora_weights='pissa' are not", {"init_lora_weights": "pissa"}),
-        (r"adapters with rotates=2 are not", {"rotates": 2, "future": None}),
-        (r"use_rslora is 'false', not true or false", {"use_rslora": "false"}),
-        (r"r is 4, but the matrices have rank 2", {"r": 4}),
-        (r"\(r is not a positive integer\)", {"r": None}),
-        (r"lora_dropout is 1, not a number in", {"lora_dropout": 1}),
-        (r"\(lora_alpha is not a number\)", {"lora_alpha": True}),
-        (r"\(lora_alpha is not finite\)", {"lora_alpha": float("nan")}),
-        (r"\(peft_type is 'IA3'\)", {"peft_type": "IA3"}),
+        ({"use_dora": True}, "adapters with use_dora=True are not"),
+        ({"bias": "all", "alpha_pattern": {"q": 3}}, r"alpha_pattern=\{'q': 3\}, bias='all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"rotates": 2, "future": None}, "adapters with rotates=2 are not"),
+        ({"use_rslora": "false"}, "use_rslora"),
+        ({"r": 4}, "r is 4, but the matrices have rank 2"),
+        ({"r": None}, "r is not"),
+        ({"lora_dropout": 1}, "lora_dropout is 1"),
+        ({"lora_alpha": True}, "lora_alpha is not"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is not finite"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
     ],
 )
-def test_rejects_other_adapters(saved, match, options):
+def test_rejects_other_adapters(saved, options, match):
     change_config(saved, **options)
     with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{match}"):
         convert.load_adapter(saved)
@@ -118,8 +107,7 @@ def test_rejects_damaged_configurations(saved, text):
 def test_rejects_unsupported_dtypes(saved):
     """F4 has the size of half a byte, and JAX cannot read it."""
     name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
-    header = json.dumps({name: {"dtype": "F4", "shape": [2, 8], "data_offsets": [0, 8]}}).encode()
-    content = len(header).to_bytes(8, "little") + header + bytes(8)
+    content = file_of({name: info("F4", (2, 8), (0, 8))})
     (saved / "adapter_model.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=rf"{name} has the dtype F4"):
         convert.load_adapter(saved)
@@ -138,19 +126,23 @@ def test_rejects_missing_layers(saved, tmp_path):
 
 
 A, B = np.ones((3, 2, 8)), np.ones((3, 4, 2))
+PAIR = {"x.lora_A.weight": A, "x.lora_B.weight": B}
 
 
 @pytest.mark.parametrize(
-    ("match", "layers"),
+    ("error", "match", "layers", "scale"),
     [
-        (r"Others: q.lora_A.weight\.", {"q.lora_A.weight": A}),
-        (r"Others: q.weight\.", {"q.weight": A, "x.lora_A.weight": A, "x.lora_B.weight": B}),
-        (r"Others: q.lora_B.weight\.", {"q.lora_A.weight": A, "q.lora_B.weight": B[0]}),
-        (r"Ranks: \[2, 8\]\.", {"q.lora_A.weight": A, "q.lora_B.weight": A}),
-        (r"Ranks: \[\]\.", {}),
+        (ValueError, "Others: q.lora_A", {"q.lora_A.weight": A}, 1.0),
+        (ValueError, "Others: q.weight", {"q.weight": A} | PAIR, 1.0),
+        (ValueError, "Others: x.lora_B", PAIR | {"x.lora_B.weight": B[0]}, 1.0),
+        (ValueError, r"Ranks: \[2, 8\]", PAIR | {"x.lora_B.weight": A}, 1.0),
+        (ValueError, "Ranks", {}, 1.0),
+        (ValueError, "`scale`", PAIR, np.nan),
+        (ValueError, "`scale`", PAIR, np.inf),
+        (TypeError, "`scale`", PAIR, "x"),
     ],
 )
-def test_rejects_other_arrays(tmp_path, match, layers):
-    with pytest.raises(ValueError, match=match):
-        convert.save_adapter(tmp_path / "a", layers, 1.0)
+def test_rejects_arrays_and_scales_that_cannot_be_loaded(tmp_path, error, match, layers, scale):
+    with pytest.raises(error, match=match):
+        convert.save_adapter(tmp_path / "a", layers, scale)
     assert os.listdir(tmp_path) == []

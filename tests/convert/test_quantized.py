@@ -11,6 +11,7 @@ from effjax import convert
 from effjax.convert import checkpoint
 from effjax.models import DecoderConfig, decoder_shapes
 from effjax.ops.quantize import FORMATS, quantize
+from tests.convert.test_checkpoint import shapes_of
 from tests.tiers import vary
 
 # Rows of 96 and 160 values: the last blocks have padding.
@@ -31,13 +32,6 @@ def saved(tmp_path_factory):
     ]
     convert.save_checkpoint(folder, *params, MODEL.to_json())
     return folder, *params
-
-
-def place(shapes, sharding):
-    return {
-        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-        for name, a in shapes.items()
-    }
 
 
 def assert_quantized(got, layers, form):
@@ -61,7 +55,7 @@ def test_loads_by_rows(saved, monkeypatch, form, kind):
     shapes = decoder_shapes(MODEL, quantize=form)
     progress = []
     loaded = convert.load_checkpoint(
-        folder, *(place(tree, sharding) for tree in shapes),
+        folder, *(shapes_of(tree, sharding) for tree in shapes),
         progress=lambda *done: progress.append(done),
     )  # fmt: skip
     assert all(a.sharding == sharding for a in loaded[0].values())
@@ -78,12 +72,12 @@ def test_loads_shards_along_blocks(saved, axis):
     shapes, others = decoder_shapes(MODEL, quantize="nf4")
     for part in (f"{name}.codes", f"{name}.scales"):
         sharding = NamedSharding(mesh, P(*[None] * axis, "fsdp"))
-        shapes[part] = place({part: shapes[part]}, sharding)[part]
+        shapes[part] = shapes_of({part: shapes[part]}, sharding)[part]
     loaded, _ = convert.load_checkpoint(folder, shapes, others)
     assert not loaded[f"{name}.codes"].sharding.is_fully_replicated
     assert_quantized(dict(loaded), layers, "nf4")
     replicated = NamedSharding(mesh, P())
-    shapes |= place({f"{name}.scales": shapes[f"{name}.scales"]}, replicated)
+    shapes |= shapes_of({f"{name}.scales": shapes[f"{name}.scales"]}, replicated)
     with pytest.raises(ValueError, match="must be sharded as its scales are"):
         convert.load_checkpoint(folder, shapes, others)
 
