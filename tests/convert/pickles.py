@@ -69,13 +69,13 @@ def tensor(storage, shape, strides, offset=0, more=()):
 ONE = tensor(storage(6), (2, 3), (3, 1))
 
 
-def zipped(value, storages=None, **entries) -> bytes:
+def zipped(value, storages=None, compression=zipfile.ZIP_STORED, **entries) -> bytes:
     """Return a file in PyTorch's format; `entries` replace entries of the archive."""
     file = io.BytesIO()
     names = {"data.pkl": pickled(value), "byteorder": b"little", "version": b"3\n"} | entries
     for key, array in (storages or {"0": np.arange(6, dtype=np.float32)}).items():
         names[f"data/{key}"] = np.asarray(array).tobytes()
-    with zipfile.ZipFile(file, "w") as archive:
+    with zipfile.ZipFile(file, "w", compression) as archive:
         for name, data in names.items():
             archive.writestr(f"archive/{name}", data)
     return file.getvalue()

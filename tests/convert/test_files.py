@@ -1,7 +1,7 @@
 """Reading and writing of weight files, and the safety of the reader."""
 
+import copy
 import io
-import json
 import os
 import pickle
 import time
@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from effjax import convert
 from effjax._unpickle import Unpickler
@@ -29,7 +30,8 @@ from tests.convert.pickles import (
     storage,
     tensor,
     zipped,
-)
+)  # fmt: skip
+from tests.convert.test_checkpoint import file_of, info
 from tests.tiers import vary
 
 A = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -71,25 +73,17 @@ def test_recorded_checkpoints(name):
 
 @vary("form", FORMATS.values())
 def test_nested_checkpoints(read, form):
+    of_python_2 = Call(Global("collections OrderedDict"), ([["a", ONE], ["w", ONE]],))
     for nested in (
-        {"w": ONE},
-        {"epoch": 3, "model": {"w": ONE}},
-        {"module": {"w": ONE}, "a": None},
-    ):
+        {"w": ONE}, {"epoch": 3, "model": {"w": ONE}}, {"module": {"w": ONE}, "a": None},
+        of_python_2,
+    ):  # fmt: skip
         np.testing.assert_array_equal(read(form(nested))["w"], SIX.reshape(2, 3))
-
-
-@pytest.mark.parametrize(
-    ("value", "match"),
-    [
-        ({"epoch": 3, "w": ONE}, "must contain tensors only, not epoch; save model.state_dict"),
-        (ONE, "must contain named tensors"),
-        ({3: ONE}, "must contain named tensors"),
-    ],
-)
-def test_rejects_checkpoints_without_named_tensors(read, value, match):
-    with pytest.raises(ValueError, match=match):
-        read(zipped(value))
+    with pytest.raises(ValueError, match="must contain tensors only, not epoch"):
+        read(form({"epoch": 3, "w": ONE}))
+    for value in (ONE, {3: ONE}):
+        with pytest.raises(ValueError, match="must contain named tensors"):
+            read(form(value))
 
 
 class CodeRanError(Exception):
@@ -108,9 +102,7 @@ FORBIDDEN_NAMES = {
     "builtins.getattr": Call(Global("builtins getattr"), (FUNCTION, "__globals__")),
     "tests.convert.test_files.fails": Call(Global("tests.convert.test_files fails"), ()),
     "torch.load": Global("torch load"),
-    "torch._utils._rebuild_tensor_v2.__globals__": Global(
-        "torch._utils _rebuild_tensor_v2.__globals__"
-    ),
+    "torch._utils._rebuild_tensor.__globals__": Global("torch._utils _rebuild_tensor.__globals__"),
     "argparse.Namespace": Global("argparse Namespace"),
     "numpy.dtype": Call(Global("numpy dtype"), ("O",)),
     "an unsupported storage": Persistent(("storage", "os", "0", "cpu", 6)),
@@ -159,7 +151,6 @@ INVALID_TENSORS = {
 def test_rejects_invalid_tensors(read, name, form):
     with pytest.raises(ValueError, match="weights.pth: (not a complete file|refused)"):
         read(form({"a": INVALID_TENSORS[name]}))
-    np.testing.assert_array_equal(read(form({"a": ONE}))["a"], SIX.reshape(2, 3))
 
 
 @vary("form", FORMATS.values())
@@ -206,16 +197,6 @@ def test_deep_values_are_not_hashed_or_printed(read, name, form):
     assert len(str(error.value)) < 400
 
 
-def test_deep_storage_keys_are_not_hashed(read):
-    with pytest.raises(ValueError, match="weights.pth: not a complete file"):
-        read(legacy({"a": ONE}, keys=(DEEP,)))
-
-
-def test_ordered_dicts_of_python_2(read):
-    items = Call(Global("collections OrderedDict"), ([["a", ONE], ["b", ONE]],))
-    np.testing.assert_array_equal(read(legacy(items))["b"], SIX.reshape(2, 3))
-
-
 def test_repeated_items_of_an_ordered_dict_are_copied_once(read):
     items = b"](" + b"".join(b"](X\x04\x00\x00\x00%04dNe" % i for i in range(9999)) + b"eq\x010"
     again = b"ccollections\nOrderedDict\nq\x02" + b"h\x02h\x01\x85R0" * 9999 + b"}."
@@ -241,16 +222,6 @@ def test_hashes_of_dict_keys_and_memo_are_salted():
         assert len(hashes) >= len(numbers) and hashes.isdisjoint(map(hash, numbers))
 
 
-def entries(*items):
-    """Return the pickle of a dict with these items, also with the same key twice."""
-    return b"\x80\x02}(" + b"".join(pickled(part)[2:-1] for item in items for part in item) + b"u."
-
-
-def test_rejects_a_key_twice(read):
-    with pytest.raises(ValueError, match=r"weights\.pth: not .* \(a dict with two keys 'a'\)"):
-        read(zipped({}, **{"data.pkl": entries(("a", ONE), ("b", ONE), ("a", ONE))}))
-
-
 def test_large_files_are_not_read_beside_their_arrays(tmp_path):
     num = 1_000_000
     (tmp_path / "a.pth").write_bytes(
@@ -264,22 +235,30 @@ def test_large_files_are_not_read_beside_their_arrays(tmp_path):
     assert peak < 1.2 * loaded.nbytes
 
 
+KEY_TWICE = pickled({"a": ONE, "b": ONE}).replace(b"\1\0\0\0b", b"\1\0\0\0a")
 DAMAGED = {
     "big-endian": (zipped({"a": ONE}, byteorder=b"big"), "big-endian"),
     "big-endian legacy": (legacy({"a": ONE}, little_endian=False), "big-endian"),
     "wrong magic": (legacy({"a": ONE}, magic=3), "magic number is missing"),
     "missing key": (legacy({"a": ONE}, keys=()), "KeyError"),
     "extra key": (legacy({"a": ONE}, keys=("0", "1")), "KeyError"),
+    "deep key": (legacy({"a": ONE}, keys=(DEEP,)), "not a string"),
     "wrong legacy length": (legacy({"a": ONE}, sizes=(2**60,)), "length is not 6"),
     "wrong length": (zipped({"a": ONE}, {"0": SIX[:5]}), "20 bytes for 6 × float32"),
     "two pickles": (zipped({"a": ONE}, **{"other/data.pkl": b""}), "2 pickles"),
+    "key twice": (zipped({}, **{"data.pkl": KEY_TWICE}), "a dict with two keys 'a'"),
+    "entry twice": (
+        zipped({"a": ONE}, {"0": SIX, "1": SIX}).replace(b"data/1", b"data/0"),
+        "two entries named 'archive/data/0'",
+    ),
     "storage twice": (legacy({"a": ONE}, keys=("0", "0"), sizes=(6, 6)), "two storages named '0'"),
+    "compressed": (zipped({"a": ONE}, compression=zipfile.ZIP_DEFLATED), "compressed, unlike"),
     "huge memo index": (b"\x80\x02Nr\xff\xff\xff\xff.", "magic number is missing"),
     "huge bytearray": (b"\x80\x05\x96" + b"\xff" * 5 + bytes(3) + b".", "EOFError"),
     "empty": (b"", "EOFError"),
     "truncated zip": (b"PK\x03\x04", "BadZipFile"),
     "html": (b"<html>", "Error"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DAMAGED)
@@ -289,54 +268,23 @@ def test_rejects_damaged_torch_files(read, name):
         read(data)
 
 
-def test_rejects_compressed_archives(tmp_path):
-    # A few compressed bytes could fill the memory.
-    with (
-        zipfile.ZipFile(tmp_path / "small.pth", "w", zipfile.ZIP_DEFLATED) as archive,
-        zipfile.ZipFile(RECORDED / "zip.pth") as source,
-    ):
-        for name in source.namelist():
-            archive.writestr(name, source.read(name))
-    with pytest.raises(ValueError, match=r"\(compressed"):
-        convert.load_weights(tmp_path / "small.pth")
-
-
-def test_rejects_overlapping_entries(read):
-    # Many names for the bytes of one array could fill the memory.
-    whole = zipped({"a": ONE}, {"1": np.zeros(2500), "0": SIX})
-    directory, end = whole.index(b"PK\x01\x02"), whole.index(b"PK\x05\x06")
-    last = whole.rindex(b"PK\x01\x02", 0, end)
-    first = whole.rindex(b"PK\x01\x02", 0, last)
-    again = whole[first:last].replace(b"data/1", b"data/2")
-    tail = bytearray(whole[end:])
-    count, size = tail[8] + 1, end - directory + len(again)
-    tail[8] = tail[10] = count
-    tail[12:16] = size.to_bytes(4, "little")
-    with pytest.raises(ValueError, match=r"\(compressed or overlapping entries\)"):
-        read(whole[:end] + again + bytes(tail))
-
-
-@pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_rejects_an_entry_twice(tmp_path):
+def test_rejects_more_bytes_than_the_file_has(tmp_path):
+    """Compressed bytes, or many names for the bytes of one array, could fill the memory."""
     with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
         archive.writestr("archive/data.pkl", pickled({"a": ONE}))
-        for array in (SIX, SIX + 1):
-            archive.writestr("archive/data/0", array.tobytes())
-    with pytest.raises(ValueError, match=r"a\.pth: not .* \(two entries named 'archive/data/0'\)"):
-        convert.load_weights(tmp_path / "a.pth")
+        archive.writestr("archive/data/0", bytes(2000))
+        again = copy.copy(archive.getinfo("archive/data/0"))
+        again.filename = "archive/data/1"
+        archive.filelist.append(again)
+    zeros = zipped({"a": ONE}, {"0": np.zeros(999)}, compression=zipfile.ZIP_DEFLATED)
+    (tmp_path / "b.pth").write_bytes(zeros)
+    for name in ("a.pth", "b.pth"):
+        with pytest.raises(ValueError, match=r"\(compressed or overlapping entries\)"):
+            convert.load_weights(tmp_path / name)
 
 
-def safetensors(header, data):
-    return len(header).to_bytes(8, "little") + header + data
-
-
-HEADER = {
-    "a": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]},
-    "n": {"dtype": "I64", "shape": [], "data_offsets": [96, 104]},
-    "__metadata__": {"format": "pt"},
-}
 WHOLE = {f"{name}.pth": (RECORDED / f"{name}.pth").read_bytes() for name in FORMATS}
-WHOLE["a.safetensors"] = safetensors(json.dumps(HEADER).encode(), A.tobytes() + bytes(8))
+WHOLE["a.safetensors"] = save({"a": A, "n": np.int64([7])}, {"format": "pt"})
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -356,41 +304,23 @@ def test_damaged_files(tmp_path_factory, name, data):
     assert all(np.isfinite(a.nbytes) and a.copy() is not None for a in arrays.values())
 
 
-def test_safetensors(tmp_path):
-    path, arrays = tmp_path / "a.safetensors", {"t": A.T, **KINDS}
-    convert.save_weights(path, arrays)
-    loaded = convert.load_weights(path)
-    assert os.listdir(tmp_path) == ["a.safetensors"]
-    for name, want in arrays.items():
-        np.testing.assert_array_equal(loaded[name], want)
-        assert loaded[name].dtype == want.dtype
-    whole = path.read_bytes()
-    for damage in (whole[:-1], whole[:20], b"", b"\xff" * 100):
-        path.write_bytes(damage)
-        with pytest.raises(ValueError, match="a.safetensors: not a complete .safetensors file"):
-            convert.load_weights(path)
+@pytest.mark.parametrize("name", ["a.safetensors", "a.SafeTensors"])
+def test_safetensors(tmp_path, name):
+    arrays = {"t": A.T, **KINDS}
+    convert.save_weights(tmp_path / name, arrays)
+    loaded = convert.load_weights(tmp_path / name)
+    assert os.listdir(tmp_path) == [name]
+    for key, want in arrays.items():
+        np.testing.assert_array_equal(loaded[key], want)
+        assert loaded[key].dtype == want.dtype
 
 
-def test_rejects_a_name_twice_in_safetensors(read):
-    infos = ({"dtype": kind, "shape": [1], "data_offsets": [0, 4]} for kind in ("F32", "I32"))
-    header = ", ".join(f'"a": {json.dumps(info)}' for info in infos).join("{}")
-    with pytest.raises(ValueError, match=r"a\.safetensors: not .* \(two entries named 'a'\)"):
-        read(safetensors(header.encode(), bytes(4)), "a.safetensors")
-
-
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "C64"])
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F4", "C64"])
 def test_rejects_other_dtypes(read, dtype):
     size = {"F4": 1, "C64": 16}.get(dtype, 2)
-    info = {"dtype": dtype, "shape": [2], "data_offsets": [0, size]}
-    header = json.dumps({"__metadata__": {"dtype": "F8"}, "x.weight": info}).encode()
+    header = {"__metadata__": {"dtype": "F8"}, "x.weight": info(dtype, offsets=(0, size))}
     with pytest.raises(ValueError, match=rf"a\.safetensors: x\.weight must have .* not {dtype}\. "):
-        read(safetensors(header, bytes(size)), "a.safetensors")
-
-
-def test_suffix_in_capitals(tmp_path):
-    path = tmp_path / "a.SafeTensors"
-    convert.save_weights(path, {"a": A})
-    np.testing.assert_array_equal(convert.load_weights(path)["a"], A)
+        read(file_of(header, bytes(size)), "a.safetensors")
 
 
 def test_memory_error_is_not_reported_as_damage(read, monkeypatch):
@@ -402,18 +332,12 @@ def test_memory_error_is_not_reported_as_damage(read, monkeypatch):
         read(WHOLE["zip.pth"], "zip.pth")
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "a.pth"])
-def test_missing_file(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match=name):
-        convert.load_weights(tmp_path / name)
-
-
-def test_missing_folder(tmp_path):
+def test_errors(tmp_path):
+    for name in ("a.safetensors", "a.pth"):
+        with pytest.raises(FileNotFoundError, match=name):
+            convert.load_weights(tmp_path / name)
     with pytest.raises(FileNotFoundError):
         convert.save_weights(tmp_path / "no" / "a.safetensors", {"a": A})
-
-
-def test_rejects_wrong_arguments():
     with pytest.raises(ValueError, match="a.h5: `path` must end in .safetensors or .pth"):
         convert.load_weights("a.h5")
     with pytest.raises(ValueError, match=r"a.pth: `path` must end in .safetensors\."):
