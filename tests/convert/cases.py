@@ -9,6 +9,7 @@ import json
 import pathlib
 import zlib
 
+import jax
 import numpy as np
 
 RECORDED = pathlib.Path(__file__).parent / "recorded"
@@ -34,9 +35,9 @@ def save(name, case):
 
 def load(name):
     with np.load(RECORDED / f"{name}.npz") as archive:
-        shapes, computed = json.loads(str(archive["shapes"])), archive["computed"]
+        shapes, computed = archive.values()
     case = {}
-    for key, shape in shapes.items():
+    for key, shape in json.loads(str(shapes)).items():
         if key.startswith(INPUTS):
             case[key] = random_array(key, shape)
         else:
@@ -52,3 +53,9 @@ def select(case, name):
         for key, array in case.items()
         if key.startswith(f"{name}/")
     }
+
+
+def float64_shapes(model, x):
+    """Return the shapes of the variables of a linen model, all in float64."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), x)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, "float64"), shapes)
