@@ -6,7 +6,6 @@ are recorded, float32.
 """
 
 import dataclasses
-import json
 import sys
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from effjax.models import Decoder, DecoderConfig, decoder_shapes
-from tests.convert.cases import RECORDED, random_array
+from tests.convert.cases import load, random_array, save, select
 
 SIZES = dict(
     vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
@@ -114,17 +113,26 @@ def stack(tensors, config):
     return stacked, {name: tensors[name] for name in others}
 
 
+def make_params(config):
+    """Return ``(layers, others)`` of a decoder with the weights of `checkpoint`."""
+    return jax.tree.map(lambda a: jnp.asarray(a, config.dtype), stack(checkpoint(config), config))
+
+
 def make_decoder(config, **options):
     """Return a decoder with the weights of `checkpoint`."""
     decoder = nnx.eval_shape(lambda: Decoder(config, **options, rngs=nnx.Rngs(0)))
-    params = jax.tree.map(lambda a: jnp.asarray(a, config.dtype), stack(checkpoint(config), config))
-    nnx.update(decoder, dict(zip(("layers", "others"), params, strict=True)))
+    nnx.update(decoder, dict(zip(("layers", "others"), make_params(config), strict=True)))
     return decoder
 
 
 def mean_loss(decoder, batch):
     loss, weight = decoder.loss(batch)
     return loss / weight
+
+
+def load_results(name):
+    """Return the recorded results of Hugging Face."""
+    return load(f"decoder_{name}")
 
 
 def check(config, want):
@@ -138,7 +146,7 @@ def check(config, want):
 
     logits, gradients = run(decoder)
     np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=1e-5)
-    layers, others = stack(select_gradients(want), config)
+    layers, others = stack(select(want, "gradients"), config)
     for ours, theirs in ((gradients.layers, layers), (gradients.others, others)):
         assert set(ours) == set(theirs)
         for name, gradient in theirs.items():
@@ -146,10 +154,6 @@ def check(config, want):
             np.testing.assert_allclose(ours[name][...], gradient, 0, 1e-4, err_msg=error)
             size = np.abs(gradient).max()  # small gradients must agree too
             np.testing.assert_allclose(ours[name][...] / size, gradient / size, 0, 1e-4)
-
-
-def select_gradients(case):
-    return {n.removeprefix("gradients/"): a for n, a in case.items() if n.startswith("gradients/")}
 
 
 def make_transformers(settings):
@@ -182,21 +186,7 @@ def run_transformers(settings):
     return {"logits": logits.detach().numpy(), **results}, model.config
 
 
-def save(name, case):
-    shapes = json.dumps({key: array.shape for key, array in case.items()})
-    values = np.concatenate([array.ravel() for array in case.values()])
-    np.savez_compressed(RECORDED / f"decoder_{name}.npz", shapes=shapes, values=values)
-
-
-def load(name):
-    with np.load(RECORDED / f"decoder_{name}.npz") as archive:
-        shapes, values = json.loads(str(archive["shapes"])), archive["values"]
-    ends = np.cumsum([np.prod(shape, dtype=int) for shape in shapes.values()])
-    arrays = np.split(values, ends[:-1])
-    return {key: a.reshape(shapes[key]) for key, a in zip(shapes, arrays, strict=True)}
-
-
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     for case_name in sys.argv[1:] or CONFIGS:
-        save(case_name, run_transformers(CONFIGS[case_name])[0])
+        save(f"decoder_{case_name}", run_transformers(CONFIGS[case_name])[0])

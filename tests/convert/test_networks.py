@@ -254,19 +254,3 @@ def test_names_of_maskrcnn_benchmark():
         zeros = jax.tree.map(lambda a: np.broadcast_to(np.float32(0), a.shape), shapes)
         names += convert.to_torch(zeros, table, prefix=prefix)
     assert set(names) == set(maskrcnn_names())
-
-
-def test_maskrcnn_names_give_the_same_backbone_as_mmdetection_names():
-    weights = cases.select(cases.load("detector"), "weights")
-    backbone, other = (nnx_module(models.ResNet, **DEFORMED) for _ in range(2))
-    convert.from_torch(weights, backbone, convert.RESNET, prefix="backbone")
-    theirs = convert.to_torch(backbone, convert.MASKRCNN_RESNET)
-    assert "layer2.0.conv2.conv.weight" in theirs and "layer1.0.conv2.weight" in theirs
-    assert not any("num_batches" in name for name in theirs)
-    table = convert.MASKRCNN_RESNET._replace(epsilon=None)
-    convert.from_torch(theirs, other, table)
-    mine, same = (nnx.to_pure_dict(nnx.state(m)) for m in (backbone, other))
-    jax.tree.map(np.testing.assert_array_equal, mine, same)
-    lost = {n.replace("conv2.conv.", "conv2."): a for n, a in theirs.items()}
-    with pytest.raises(ValueError, match=r"missing: layer2\.0\.conv2\.conv\.weight"):
-        convert.from_torch(lost, backbone, convert.MASKRCNN_RESNET)

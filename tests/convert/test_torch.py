@@ -8,11 +8,9 @@ from flax import nnx
 
 torch = pytest.importorskip("torch", reason="requires PyTorch")
 
-from effjax import convert, models  # noqa: E402
-from effjax.models.densenet import DENSENET_OPTIONS  # noqa: E402
-from effjax.models.linen import DenseNet as LinenDenseNet  # noqa: E402
+from effjax import convert  # noqa: E402
+from effjax.convert.networks import NETWORKS, network_variables  # noqa: E402
 from effjax.models.linen import ResNet  # noqa: E402
-from effjax.models.resnet import RESNET_OPTIONS  # noqa: E402
 from tests.convert import cases, record, torch_networks  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -34,113 +32,78 @@ def test_recorded_cases_match_torch(name):
 def test_recorded_checkpoints_match_torch(tmp_path):
     record.save_checkpoints(tmp_path)
     for file in tmp_path.iterdir():
-        loaded, recorded = (
-            convert.load_weights(file),
-            convert.load_weights(cases.RECORDED / file.name),
-        )
-        jax.tree.map(np.testing.assert_array_equal, loaded, recorded)
-
-
-def test_densenet121():
-    """Compare logits, gradients and running statistics of a training step with recomputation."""
-    theirs = torch_networks.DenseNet(num_classes=10)
-    case = record.run(theirs, (16, 32, 32, 3))
-    options = dict(num_classes=10, unbiased_running_var=True, param_dtype=jnp.float64)
-    model = models.densenet121(LinenDenseNet, **options)
-    shapes = jax.eval_shape(model.init, jax.random.key(0), case["x"])
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float64), shapes)
-    variables = convert.from_torch(cases.select(case, "weights"), shapes, convert.DENSENET)
-
-    @jax.jit
-    def step(params, stats, x):
-        def loss(params, x):
-            variables = {"params": params, "batch_stats": stats}
-            y, new = model.apply(variables, x, train=True, mutable=["batch_stats"])
-            return jnp.sum(y * case["dy"]), (y, new)
-
-        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, x)
-
-    (_, (y, new)), (grads, dx) = step(variables["params"], variables["batch_stats"], case["x"])
-    allclose(y, case["y"])
-    allclose(dx, case["dx"])
-    for tree, kind in ((grads, "gradients"), (new, "after")):
-        got = convert.to_torch(tree, convert.DENSENET)
-        for key, array in cases.select(case, kind).items():
-            allclose(got[key], array, err_msg=key)
-
-
-def zeros(network, *args, **options):
-    """Return a network's weights as zeros that take no memory."""
-    with torch.device("meta"):
-        state = network(*args, **options).state_dict()
-    return {name: np.broadcast_to(np.zeros((), np.float32), a.shape) for name, a in state.items()}
-
-
-IMAGES = jax.ShapeDtypeStruct((1, 64, 64, 3), jnp.float32)
-
-
-@pytest.mark.parametrize("name", torch_networks.DENSENETS)
-def test_names_of_densenets(name):
-    weights = zeros(torch_networks.DenseNet, **torch_networks.DENSENETS[name])
-    model = LinenDenseNet(**DENSENET_OPTIONS[name])
-    check_names(weights, model, convert.DENSENET)
-
-
-@pytest.mark.parametrize("name", RESNET_OPTIONS)
-def test_names_of_resnets(name):
-    weights = zeros(torch_networks.ResNet, *torch_networks.RESNETS[name])
-    check_names(weights, ResNet(**RESNET_OPTIONS[name]), convert.RESNET)
-
-
-def check_names(weights, model, table):
-    shapes = jax.eval_shape(model.init, jax.random.key(0), IMAGES)
-    back = convert.to_torch(convert.from_torch(weights, shapes, table), table)
-    assert {n: a.shape for n, a in back.items()} == {n: a.shape for n, a in weights.items()}
+        both = convert.load_weights(file), convert.load_weights(cases.RECORDED / file.name)
+        jax.tree.map(np.testing.assert_array_equal, *both)
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("name", "shape"),
     [
-        (dict(bottleneck=False), dict(bottleneck=False)),
-        (dict(bottleneck=True), {}),
-        (
-            dict(bottleneck=True, groups=32, width_per_group=4),
-            dict(inner_width=128, feature_group_count=32),
-        ),
+        ("densenet121", (16, 32, 32, 3)),
+        ("resnet18", (8, 65, 64, 3)),  # of an odd size
+        ("resnet50", (8, 65, 64, 3)),
     ],
-    ids=["basic", "bottleneck", "grouped"],
 )
-def test_resnet(theirs, ours):
-    """Convert tensors directly, and load the result back into PyTorch."""
-    theirs = torch_networks.ResNet(**theirs, layers=(1, 2, 1, 1), num_classes=5).double().eval()
+def test_training_step(name, shape):
+    """Compare logits, all gradients and running statistics."""
+    case = record.run(torch_networks.NETWORKS[name](num_classes=5), shape)
+    make, table = NETWORKS[name]
+    model = make(num_classes=5, unbiased_running_var=True, param_dtype=jnp.float64)
+    shapes = cases.float64_shapes(model, case["x"])
+    variables = convert.from_torch(cases.select(case, "weights"), shapes, table)
+
+    def loss(params, x):
+        given = {**variables, "params": params}
+        y, new = model.apply(given, x, train=True, mutable=["batch_stats"])
+        return jnp.sum(y * case["dy"]), (y, new)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+    (_, (y, new)), (grads, dx) = step(variables["params"], case["x"])
+    allclose(y, case["y"])
+    allclose(dx, case["dx"])
+    for tree, kind in ((grads, "gradients"), (new, "after")):
+        got, want = convert.to_torch(tree, table), cases.select(case, kind)
+        assert {name for name in got if "num_batches" not in name} == want.keys()
+        for key, array in want.items():
+            allclose(got[key], array, err_msg=key)
+
+
+@pytest.mark.parametrize("name", torch_networks.NETWORKS)
+def test_names(name):
+    assert NETWORKS.keys() - {"densenet40_12", "densenet100_12"} == torch_networks.NETWORKS.keys()
+    with torch.device("meta"):
+        state = torch_networks.NETWORKS[name]().state_dict()
+    weights = {n: np.broadcast_to(np.float32(0), a.shape) for n, a in state.items()}
+    back = convert.to_torch(network_variables(name, weights, "", {}), NETWORKS[name][1])
+    assert {n: a.shape for n, a in back.items()} == {n: a.shape for n, a in weights.items()}
+
+
+def test_tensors():
+    """Tensors are converted directly, and the result is loaded back into PyTorch."""
+    theirs = torch_networks.ResNet(True, (1, 2, 1, 1), 32, 4, num_classes=5).double().eval()
     for name, value in theirs.state_dict().items():
         if "running" in name or "bn" in name:
             value.copy_(torch.as_tensor(cases.random_array(f"{name}.running_var", value.shape)))
-    model = ResNet(**ours, stage_sizes=(1, 2, 1, 1), num_classes=5)
+    options = dict(stage_sizes=(1, 2, 1, 1), inner_width=128, feature_group_count=32)
+    model = ResNet(**options, num_classes=5)
     x = cases.random_array("x", (2, 32, 32, 3))
-    shapes = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float64),
-        jax.eval_shape(model.init, jax.random.key(0), x),
-    )
+    shapes = cases.float64_shapes(model, x)
     variables = convert.from_torch(theirs.state_dict(), shapes, convert.RESNET)
     with torch.no_grad():
-        want = theirs(torch.from_numpy(record.first(x))).numpy()
+        images = torch.from_numpy(record.first(x))
+        want = theirs(images).numpy()
         allclose(jax.jit(model.apply)(variables, x), want)
         for value in theirs.state_dict().values():
             value.zero_()
         back = convert.to_torch(variables, convert.RESNET)
         theirs.load_state_dict({name: torch.as_tensor(a.copy()) for name, a in back.items()})
-        np.testing.assert_array_equal(theirs(torch.from_numpy(record.first(x))).numpy(), want)
+        np.testing.assert_array_equal(theirs(images).numpy(), want)
 
 
-def test_rejects_tensors_without_numpy_equivalent():
-    layer = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    weights = torch.nn.Linear(2, 3)
-    for odd in (dict(weights.named_parameters()), weights.bfloat16().state_dict()):
+def test_rejects_tensors_without_numpy_equivalent_and_modules():
+    layer, module = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), torch.nn.Linear(2, 3)
+    with pytest.raises(TypeError, match=r"`weights` must be arrays by name, .* \.state_dict\(\)"):
+        convert.from_torch(module, layer)
+    for odd in (dict(module.named_parameters()), module.bfloat16().state_dict()):
         with pytest.raises(TypeError, match=r"`weights\['weight'\]`: this .* pass tensor.detach"):
             convert.from_torch(odd, layer)
-
-
-def test_a_module_instead_of_its_weights():
-    with pytest.raises(TypeError, match=r"`weights` must be arrays by name, .* \.state_dict\(\)"):
-        convert.from_torch(torch.nn.Linear(2, 3), nnx.Linear(2, 3, rngs=nnx.Rngs(0)))

@@ -9,35 +9,15 @@ torch = pytest.importorskip("torch", reason="requires PyTorch")
 torchvision = pytest.importorskip("torchvision", reason="requires torchvision")
 
 from effjax import convert  # noqa: E402
-from effjax.convert.networks import IMAGE_SHAPE, NETWORKS  # noqa: E402
+from effjax.convert.networks import NETWORKS  # noqa: E402
 from effjax.models import linen as linen_models  # noqa: E402
-from tests.convert import cases  # noqa: E402
-from tests.tiers import vary  # noqa: E402
+from tests.convert import cases, torch_networks  # noqa: E402
 
-NAMES = [name for name in NETWORKS if hasattr(torchvision.models, name)]
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def test_networks_with_weights_of_torchvision():
-    assert set(NETWORKS) - set(NAMES) == {"densenet40_12", "densenet100_12"}
-
-
-@vary("name", ["resnext50_32x4d", *(name for name in NAMES if name != "resnext50_32x4d")])
-def test_names_and_shapes(name):
-    make, table = NETWORKS[name]
-    with torch.device("meta"):
-        state = getattr(torchvision.models, name)().state_dict()
-    weights = {n: np.broadcast_to(np.zeros((), np.float32), a.shape) for n, a in state.items()}
-    images = jax.ShapeDtypeStruct(IMAGE_SHAPE, jnp.float32)
-    shapes = jax.eval_shape(make().init, jax.random.key(0), images)
-    variables = convert.from_torch(weights, shapes, table)
-    back = convert.to_torch(variables, table)
-    assert {n: a.shape for n, a in back.items()} == {n: a.shape for n, a in weights.items()}
-    assert list(convert.to_torch(variables, table, like=weights)) == list(weights)
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", torch_networks.NETWORKS)
 def test_logits(name):
     """Compare logits in evaluation, and in training the logits and running statistics."""
     theirs = getattr(torchvision.models, name)(num_classes=5).double()
@@ -49,11 +29,8 @@ def test_logits(name):
     options = dict(num_classes=5, unbiased_running_var=True, param_dtype=jnp.float64)
     model = make(**options)
     x = cases.random_array("x", (4, 64, 64, 3))
-    shapes = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float64),
-        jax.eval_shape(model.init, jax.random.key(0), x),
-    )
-    variables = convert.from_torch(state, shapes, table)
+    variables = convert.from_torch(state, cases.float64_shapes(model, x), table)
+    assert list(convert.to_torch(variables, table, like=state)) == list(state)
     images = torch.from_numpy(np.ascontiguousarray(np.moveaxis(x, -1, 1)))
 
     def allclose(got, want):
@@ -81,7 +58,7 @@ def test_pyramid_levels():
     theirs.load_state_dict({n: torch.as_tensor(a) for n, a in weights.items()})
     x = [cases.random_array(f"x{i}", (1, 8 >> i, 6 >> i, 2 << i)) for i in (0, 1)]
     ours = linen_models.FeaturePyramid(3, extra="pool", param_dtype=jnp.float64)
-    shapes = jax.eval_shape(ours.init, jax.random.key(0), x)
+    shapes = cases.float64_shapes(ours, x)
     variables = convert.from_torch(weights, shapes, convert.TORCHVISION_PYRAMID)
     levels = theirs(
         {str(i): torch.from_numpy(np.moveaxis(a, -1, 1).copy()) for i, a in enumerate(x)}

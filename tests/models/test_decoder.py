@@ -27,34 +27,26 @@ from effjax.models import (
 )
 from tests.contexts import assert_trees_close, mesh_of
 from tests.convert import decoders
-from tests.convert.decoders import (
-    CONFIGS,
-    INPUTS,
-    LABELS,
-    config_of,
-    make_decoder,
-    mean_loss,
-)
+from tests.convert.decoders import CONFIGS, INPUTS, LABELS, config_of, make_decoder, mean_loss
 from tests.tiers import vary
 
 LENGTHS = 5, 1, 9, 4  # of the documents of a packed sequence; the last is padding
 
 
-def packed(weights=True):
-    """Return a batch of two packed sequences."""
+def packed():
+    """Return a batch of two packed sequences, and what tells their documents apart."""
     rng = np.random.default_rng(3)
-    orders = [rng.permutation(LENGTHS[:-1]) for _ in range(2)]
-    lengths = [[*order, LENGTHS[-1]] for order in orders]
-    batch = {
-        "tokens": rng.integers(0, 37, (2, sum(LENGTHS))),
-        "labels": rng.integers(0, 37, (2, sum(LENGTHS))),
+    lengths = [[*rng.permutation(LENGTHS[:-1]), LENGTHS[-1]] for _ in range(2)]
+    tokens, labels = rng.integers(0, 37, (2, 2, sum(LENGTHS)))
+    named = {
         "positions": np.array([np.concatenate([np.arange(n) for n in row]) for row in lengths]),
         "segment_ids": np.array([np.repeat(np.arange(4), row) for row in lengths]),
     }
-    if weights:
-        batch["weights"] = (batch["segment_ids"] < 3) * rng.choice([0, 0.5, 1], (2, sum(LENGTHS)))
-        batch["labels"][batch["weights"] == 0] = -100  # not a token
-    return {name: jnp.asarray(a) for name, a in batch.items()}
+    weights = (named["segment_ids"] < 3) * rng.choice([0, 0.5, 1], tokens.shape)
+    labels[weights == 0] = -100  # not a token
+    batch = {"tokens": tokens, "labels": labels, "weights": weights}
+    named = {name: jnp.asarray(a) for name, a in named.items()}
+    return {name: jnp.asarray(a) for name, a in batch.items()} | named, named
 
 
 # Their settings are those of other families: all heads, biases, a window, fused projections.
@@ -63,20 +55,19 @@ SIMILAR = "llama2", "llama_biases", "phi3"
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in SIMILAR])
 def test_matches_recorded_results_of_transformers(name):
-    decoders.check(config_of(name), decoders.load(name))
+    decoders.check(config_of(name), decoders.load_results(name))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SIMILAR)
 def test_similar_families_match_transformers(name):
-    decoders.check(config_of(name), decoders.load(name))
+    decoders.check(config_of(name), decoders.load_results(name))
 
 
 @vary("name", ["gemma3", "llama3", "mistral", "qwen3", "smollm3"])
 def test_packed_documents_are_independent(name, x64):
-    decoder, batch = make_decoder(config_of(name, dtype="float64")), packed(weights=False)
+    decoder, (batch, named) = make_decoder(config_of(name, dtype="float64")), packed()
     run = nnx.jit(lambda decoder, tokens, **named: decoder(tokens, **named))
-    named = {name: batch[name] for name in ("positions", "segment_ids")}
     together = run(decoder, batch["tokens"], **named)
     (at,) = np.nonzero(batch["segment_ids"][1] == 1)  # between others
     assert len(at) >= 5
@@ -86,11 +77,10 @@ def test_packed_documents_are_independent(name, x64):
 
 def test_loss_is_that_of_the_logits(x64):
     """Labels that are not tokens make it NaN, unless their weight is 0."""
-    decoder, batch = make_decoder(config_of("qwen2", dtype="float64")), packed()
+    decoder, (batch, named) = make_decoder(config_of("qwen2", dtype="float64")), packed()
 
     @nnx.jit
     def run(decoder, weights):
-        named = {name: batch[name] for name in ("positions", "segment_ids")}
         logits = decoder(batch["tokens"], **named)
         return logits, *decoder.loss({**batch, "weights": weights})
 
@@ -107,7 +97,7 @@ def test_loss_is_that_of_the_logits(x64):
 @vary("size", [6, 19, 100])
 def test_chunks_of_the_mlp(size, x64):
     """The hidden channels of all positions never exist; sizes need not divide the length."""
-    config, batch = config_of("llama_biases", dtype="float64"), packed()
+    config, (batch, _) = config_of("llama_biases", dtype="float64"), packed()
     gradients = nnx.jit(nnx.value_and_grad(mean_loss))
     want = gradients(make_decoder(config), batch)
     chunked = make_decoder(config, mlp_chunk_size=size)
@@ -145,10 +135,9 @@ def test_gradient_of_the_mlp(x64, activation, rate):
     """It equals that of the formula, of all parameters of the last layer."""
     key = jax.random.key(1)
     mask = dropped(rate, key, (2, 3, 6))
-    keys = jax.random.split(jax.random.key(0), 7)
+    rng = np.random.default_rng(0)
     sizes = (4, 6), (4,), (2, 6), (4, 2), (2, 3, 6), (2, 3, 6), (2, 3, 4)
-    arrays = [jax.random.normal(*a, "float64") for a in zip(keys, sizes, strict=True)]
-    *arrays, dy = arrays
+    *arrays, dy = (jnp.asarray(rng.normal(size=size)) for size in sizes)
     names = "weight", "bias", "lora_A.weight", "lora_B.weight"
 
     def apply(*arrays):
@@ -210,9 +199,10 @@ def test_dtypes():
     assert {str(a.dtype) for a in jax.tree.leaves(state)} == {"bfloat16"}
 
 
-def test_initial_parameters():
-    config = config_of("llama_biases", num_hidden_layers=64)
-    config = dataclasses.replace(config, other_settings='{"initializer_range": 0.1}')
+@pytest.mark.parametrize(("initializer_range", "std"), [(0.1, 0.1), (None, 0.02)])
+def test_initial_parameters(initializer_range, std):
+    settings = dict(num_hidden_layers=64, initializer_range=initializer_range)
+    config = DecoderConfig.from_json(CONFIGS["llama_biases"] | settings)
     layers, others = jax.jit(init_decoder, static_argnums=0)(config, jax.random.key(0))
     for tree, shapes in zip((layers, others), decoder_shapes(config), strict=True):
         assert jax.tree.map(jax.typeof, tree) == jax.tree.map(
@@ -220,13 +210,9 @@ def test_initial_parameters():
         )
     assert (layers["input_layernorm.weight"] == 1).all() and not layers["mlp.up_proj.bias"].any()
     weight = layers["mlp.up_proj.weight"]
-    np.testing.assert_allclose([weight.mean(), weight.std()], [0, 0.1], atol=2e-3)
+    np.testing.assert_allclose([weight.mean(), weight.std()], [0, std], atol=std / 50)
     assert not (weight[0] == weight[1]).any()
     assert not (layers["mlp.gate_proj.weight"] == weight).any()
-
-
-def sgd_and_momentum():
-    return optax.sgd(0.5, momentum=0.9)
 
 
 @vary(
@@ -242,7 +228,7 @@ def sgd_and_momentum():
 def test_offload_train_step_is_the_step_of_the_module(name, options, x64):
     """Two steps with packed documents and weighted tokens."""
     config = config_of(name, dtype="float64")
-    decoder, batch, tx = make_decoder(config), packed(), sgd_and_momentum()
+    decoder, (batch, _), tx = make_decoder(config), packed(), optax.sgd(0.5, momentum=0.9)
     init, step = effjax.offload_train_step(
         *decoder_functions(config), tx, weighted_loss=True, **options
     )
@@ -287,8 +273,7 @@ def test_data_parallel_gradients(name, kind, x64):
     """A batch that is sharded over devices has the same loss and gradients."""
     config = config_of(name, dtype="float64")
     embed, layer, head = decoder_functions(config, mlp_chunk_size=4)
-    layers, others = decoders.stack(decoders.checkpoint(config), config)
-    batch = jax.tree.map(lambda a: jnp.tile(a, (4, 1)), packed())
+    batch = jax.tree.map(lambda a: jnp.tile(a, (4, 1)), packed()[0])
 
     def mean(params, batch):
         layers, others = params
@@ -296,7 +281,7 @@ def test_data_parallel_gradients(name, kind, x64):
         loss, weight = head(others, x, batch)
         return loss / weight
 
-    params = jax.tree.map(lambda a: jnp.asarray(a, "f8"), (layers, others))
+    params = decoders.make_params(config)
     want = jax.jit(jax.value_and_grad(mean))(params, batch)
     mesh = mesh_of((8,), ("data",), kind)
     with jax.set_mesh(mesh):
@@ -370,12 +355,19 @@ def test_defaults_of_alternating_layers():
     assert gemma.windows == (5,) * 5 + (None,) + (5,) * 2
     every = read({"model_type": "gemma3_text", **sizes, "sliding_window_pattern": 2})
     assert every.windows == (4096, None) * 4
+
+
+def test_forms_of_rope_parameters():
+    """`rope_parameters` hold what were `rope_theta` and `rope_scaling`, or one for each type."""
     nested = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     }
-    old = {n: v for n, v in CONFIGS["gemma3"].items() if not n.startswith("rope")}
-    assert read(old | {"rope_parameters": nested}) == config_of("gemma3")
+    flat = decoders.LLAMA3_ROPE | {"rope_theta": 500.0}
+    for name, parameters in (("gemma3", nested), ("llama3", flat)):
+        others = {n: v for n, v in CONFIGS[name].items() if not n.startswith("rope")}
+        assert DecoderConfig.from_json(others | {"rope_parameters": parameters}) == config_of(name)
+    assert config_of("llama3").rope_scaling == Llama3RopeScaling(8.0, 1.0, 4.0, 16)
 
 
 def test_windows_of_layers_run_one_kernel_each():
@@ -402,23 +394,6 @@ def test_lengths_select_the_factors_of_long_rows():
             np.testing.assert_allclose(decoder._rotary_frequencies(known, now), [want], 1e-14)
 
 
-def test_a_null_range_is_the_default():
-    null = DecoderConfig.from_json(CONFIGS["llama2"] | {"initializer_range": None})
-    initialize = jax.jit(lambda key: init_decoder(null, key)[0]["mlp.up_proj.weight"])
-    weight = initialize(jax.random.key(0))
-    np.testing.assert_allclose(weight.std(), 0.02, rtol=0.1)
-
-
-def test_settings_are_json():
-    config = DecoderConfig.from_json(CONFIGS["llama2"])
-    half = dataclasses.replace(config, dtype=jnp.bfloat16)
-    assert half == dataclasses.replace(config, dtype="bfloat16")
-    assert json.loads(json.dumps(half.to_json()))["torch_dtype"] == "bfloat16"
-    for text in ("oops", "[]", None):
-        with pytest.raises(ValueError, match="`other_settings` .* must be the JSON text"):
-            dataclasses.replace(config, other_settings=text)
-
-
 @pytest.mark.parametrize(
     ("settings", "want"),
     [
@@ -430,7 +405,9 @@ def test_settings_are_json():
     ],
 )
 def test_forms_of_the_dtype(settings, want):
-    assert DecoderConfig.from_json(CONFIGS["llama2"] | settings).dtype == want
+    config = DecoderConfig.from_json(CONFIGS["llama2"] | settings)
+    assert config.dtype == want
+    assert dataclasses.replace(config, dtype=jnp.dtype(want)) == config
 
 
 def test_dropout_of_config_json_is_refused_in_training():
@@ -444,56 +421,39 @@ def test_dropout_of_config_json_is_refused_in_training():
         jax.eval_shape(layer, params, x, jax.random.key(0))
 
 
-def test_rejects_unknown_attention():
-    with pytest.raises(ValueError, match="`attention` .='flash'. must be"):
-        decoder_functions(config_of("llama2"), attention="flash")
-
-
-def test_llama3_scaling():
-    scaling = Llama3RopeScaling(8.0, 1.0, 4.0, 16)
-    assert config_of("llama3").rope_scaling == scaling
-    in_rope = {"rope_parameters": decoders.LLAMA3_ROPE | {"rope_theta": 500.0}}
-    settings = {n: v for n, v in CONFIGS["llama3"].items() if not n.startswith("rope")}
-    assert DecoderConfig.from_json(settings | in_rope) == config_of("llama3")
-
-
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
     [
         ("llama2", {"model_type": "gemma"}, r"`model_type` \(='gemma'\) .* \"llama\", \"mistral\""),
-        ("gemma3", {"model_type": "gemma3"}, "reads images; only its text model"),
-        ("llama2", {"hidden_size": None}, "lacks `hidden_size`"),
-        ("llama2", {"hidden_act": "gelu"}, r"`hidden_act` \(='gelu'\) .* must be 'silu'"),
-        ("llama2", {"attention_dropout": 1}, r"`attention_dropout` \(=1\) must be in \[0, 1\)"),
+        ("gemma3", {"model_type": "gemma3"}, "only its text model"),
+        ("llama2", {"hidden_size": None}, "`hidden_size`"),
+        ("llama2", {"hidden_act": "gelu"}, "`hidden_act` .*'silu'"),
+        ("llama2", {"attention_dropout": 1}, "`attention_dropout`"),
         ("llama2", {"quantization_config": {"bits": 4}}, "`quantization_config`"),
-        ("llama2", {"num_key_value_heads": 3}, r"`num_key_value_heads` \(=3\) must divide"),
-        ("llama2", {"head_dim": 5}, r"`head_dim` \(=5\) must be even"),
-        ("llama2", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "`rope_type` .='dynamic'"),
-        ("llama2", {"rope_scaling": {"type": "linear"}}, "linear scaling .* lacks `factor`"),
-        ("phi4_mini", {"partial_rotary_factor": 0.4}, r"`partial_rotary_factor` \(=0.4\)"),
+        ("llama2", {"num_key_value_heads": 3}, "`num_key_value_heads` .* divide"),
+        ("llama2", {"head_dim": 5}, "`head_dim` .* even"),
+        ("llama2", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "`rope_type`"),
+        ("llama2", {"rope_scaling": {"type": "linear"}}, "`factor`"),
+        ("phi4_mini", {"partial_rotary_factor": 0.4}, "`partial_rotary_factor`"),
         ("phi4_mini", {"partial_rotary_factor": 0.5}, "`short_factor` must have 2 numbers"),
-        ("smollm3", {"no_rope_layers": [1, 2]}, r"`no_rope_layers` \(=\[1, 2\]\) must have 0 or 1"),
-        ("gemma2", {"layer_types": ["full_attention"]}, "`layer_types` .* each of the 2 layers"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "`no_rope_layers`"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "`layer_types`"),
         ("gemma3", {"use_bidirectional_attention": True}, "`use_bidirectional_attention`"),
-        ("gemma2", {"hidden_activation": "silu"}, "`hidden_activation` .* 'gelu_pytorch_tanh'"),
-        (
-            "smollm3",
-            {"num_hidden_layers": 10**9},
-            r"`num_hidden_layers` \(=1000000000\) .* at most",
-        ),
+        ("gemma2", {"hidden_activation": "silu"}, "`hidden_activation`"),
+        ("smollm3", {"num_hidden_layers": 10**9}, "`num_hidden_layers` .* at most"),
         ("llama2", {"rope_parameters": {"full_attention": {}}}, "one for each type of layer"),
-        ("qwen2", {"use_sliding_window": True}, r"`use_sliding_window` \(=True\)"),
+        ("qwen2", {"use_sliding_window": True}, "`use_sliding_window`"),
         # Any content of a file is a ValueError.
         ("llama2", {"model_type": ["llama"]}, "`model_type`"),
-        ("llama2", {"num_key_value_heads": 0}, r"`num_key_value_heads` \(=0\) .* at least 1"),
+        ("llama2", {"num_key_value_heads": 0}, "`num_key_value_heads` .* at least 1"),
         ("llama2", {"rms_norm_eps": "1e-6"}, "`rms_norm_eps` must be a number"),
         ("llama2", {"rms_norm_eps": 10**400}, "invalid"),
         ("llama2", {"tie_word_embeddings": "false"}, "`tie_word_embeddings` must be a bool"),
-        ("llama2", {"torch_dtype": "int8"}, r"`dtype` \(='int8'\) must be a floating-point dtype"),
-        ("llama2", {"rope_theta": float("nan")}, r"`rope_theta` \(=nan\) must be positive"),
-        ("llama2", {"rope_scaling": "linear"}, "`rope_scaling` .* must be an object"),
+        ("llama2", {"torch_dtype": "int8"}, "`dtype`"),
+        ("llama2", {"rope_theta": float("nan")}, "`rope_theta`"),
+        ("llama2", {"rope_scaling": "linear"}, "`rope_scaling`"),
         ("llama3", {"rope_scaling": decoders.LLAMA3_ROPE | {"low_freq_factor": 4}}, "larger than"),
-        ("mistral", {"sliding_window": 0}, r"`sliding_window` \(=0\)"),
+        ("mistral", {"sliding_window": 0}, "`sliding_window`"),
     ],
 )
 def test_unsupported_configurations_are_refused(name, changes, match):
@@ -502,18 +462,10 @@ def test_unsupported_configurations_are_refused(name, changes, match):
         DecoderConfig.from_json(settings)
 
 
-@pytest.mark.parametrize(
-    ("content", "match"),
-    [
-        (b"[]", "not an object"),
-        (b'{"a": ' * 100_000, "not a config.json"),
-        (b'{"model_type": "\xff"}', "not a config.json"),
-    ],
-    ids=["list", "deep", "latin"],
-)
-def test_damaged_files_are_refused(content, match, tmp_path):
+@pytest.mark.parametrize("content", [b"[]", b'{"a": ' * 100_000, b'{"model_type": "\xff"}'])
+def test_damaged_files_are_refused(content, tmp_path):
     (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match="config.json"):
         DecoderConfig.from_json(tmp_path)
     with pytest.raises(FileNotFoundError):
         DecoderConfig.from_json(tmp_path / "missing.json")
@@ -529,14 +481,22 @@ def test_files_are_utf_8(encoding, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "match"),
+    ("name", "changes"),
     [
-        ("qwen2", {"sliding_window": 128}, r"`sliding_window` \(=128\) .* qwen2"),
-        ("olmo2", {"residual_multiplier": 0.5}, "`residual_multiplier` .* olmo2"),
-        ("qwen2", {"attention_bias": True}, "`attention_bias` .* qwen2"),
+        ("llama2", {"other_settings": "oops"}),
+        ("llama2", {"other_settings": "[]"}),
+        ("llama2", {"other_settings": None}),
+        # Those that config.json of the family cannot hold. `to_json` would drop them.
+        ("qwen2", {"sliding_window": 128}),
+        ("olmo2", {"residual_multiplier": 0.5}),
+        ("qwen2", {"attention_bias": True}),
     ],
 )
-def test_settings_that_config_json_cannot_hold_are_refused(name, changes, match):
-    """`to_json` would drop them without an error."""
-    with pytest.raises(ValueError, match=match):
+def test_wrong_settings_are_refused(name, changes):
+    with pytest.raises(ValueError, match=f"`{next(iter(changes))}`"):
         config_of(name, **changes)
+
+
+def test_unknown_attention_is_refused():
+    with pytest.raises(ValueError, match="`attention` .='flash'"):
+        decoder_functions(config_of("llama2"), attention="flash")
