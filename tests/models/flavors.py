@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
+from effjax import models
 from effjax.convert.tables import nnx_path
+from effjax.models import linen as linen_models
 
 
 class Nnx:
@@ -69,6 +71,15 @@ class Linen:
         return y, {nnx_path(name): v for name, v in flat.items()}
 
 
+FLAVORS = {"nnx": (Nnx, models), "linen": (Linen, linen_models)}
+
+
+def make_form(flavor, network, **options):
+    """Return a network of `effjax.models`, by name, as a function."""
+    form, module = FLAVORS[flavor]
+    return form(getattr(module, network), **options)
+
+
 def _dotted(path):
     return ".".join(map(str, path))
 
@@ -85,12 +96,19 @@ def draw(variables):
     }
 
 
-def train_step(form, values, x, loss_of, **options):
-    """Return outputs, running statistics and all gradients of the loss `loss_of(outputs)`."""
+def assert_same_shapes(names, values):
+    """Assert that the parameters and statistics of two networks are interchangeable."""
+    for ours, theirs in zip(names, values, strict=True):
+        assert {n: v.shape for n, v in ours.items()} == {n: v.shape for n, v in theirs.items()}
+
+
+def train_step(form, values, x, **options):
+    """Return outputs, running statistics and all gradients of a sum of weighted outputs."""
 
     def loss(params, x):
         y, stats = form(params, values[1], x, **options)
-        return loss_of(y), (y, stats)
+        rng = np.random.default_rng(2)
+        return sum((a * rng.normal(size=a.shape)).sum() for a in jax.tree.leaves(y)), (y, stats)
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     (_, (y, stats)), (dparams, dx) = run(values[0], x)

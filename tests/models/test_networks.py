@@ -11,9 +11,10 @@ from flax import errors, linen, nnx, serialization
 
 import effjax
 from effjax import models
+from effjax.convert.networks import NETWORKS
 from effjax.models import linen as linen_models
 from tests.contexts import assert_trees_close
-from tests.models.flavors import Linen, Nnx, draw
+from tests.models.flavors import FLAVORS, draw, make_form
 from tests.tiers import vary
 
 OPTIONS: dict[str, Any] = {
@@ -43,8 +44,8 @@ def test_evaluation_uses_running_stats(name, x64):
     options = OPTIONS[name] | dict(small_inputs=True)
     scaled = np.concatenate([x[:1], 5 * x[1:]])
     runs, values = [], None
-    for flavor, module in ((Nnx, models), (Linen, linen_models)):
-        model = flavor(getattr(module, name), **options)
+    for flavor in FLAVORS:
+        model = make_form(flavor, name, **options)
         names = model.names(x)
         values = values or [draw(arrays) for arrays in names]
         run = functools.partial(model, train=False)
@@ -125,6 +126,32 @@ def test_linen_network_in_a_module():
     assert "stem_conv" in shapes["params"]["CheckpointResNet_0"]
     loss = lambda v, x: model.apply(v, x, train=True).sum()  # noqa: E731  # no statistics change
     assert jax.eval_shape(jax.grad(loss), shapes, X) == shapes
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_published_networks(name):
+    """They are those that `effjax convert` reads, and options override theirs."""
+    make, _ = NETWORKS[name]
+    assert getattr(models, name)(make.func) == make()
+    assert getattr(models, name)(make.func, num_classes=7) == make(num_classes=7)
+
+
+@vary(
+    ("name", "count"),
+    [
+        ("densenet40_12", 176_122),
+        ("densenet100_12", 769_162),
+        ("densenet121", 7_978_856),
+        ("resnet18", 11_689_512),
+        ("resnet50", 25_557_032),
+        ("wide_resnet50_2", 68_883_240),
+        ("resnext50_32x4d", 25_028_904),
+    ],
+)
+def test_published_parameter_counts(name, count):
+    """test_torch.py has the names and shapes of those of torchvision."""
+    model = nnx.eval_shape(lambda: getattr(models, name)(rngs=nnx.Rngs(0)))
+    assert sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param))) == count
 
 
 @networks

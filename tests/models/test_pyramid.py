@@ -29,10 +29,7 @@ EXTRAS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("x64")
 
 
 def levels(sides=((9, 8), (5, 4), (3, 2))):
@@ -108,7 +105,6 @@ def test_levels_of_the_same_size():
 
 
 def test_backbone_in_half_precision():
-
     def build():
         options = dict(stage_sizes=(1, 1, 1, 1), width=2, num_classes=None, dtype=jnp.bfloat16)
         backbone = models.ResNet(**options, rngs=nnx.Rngs(0))
@@ -126,22 +122,16 @@ def test_backbone_in_half_precision():
     assert {p.dtype for p in levels} == {jnp.dtype(jnp.bfloat16)}
 
 
-def test_rejects_bad_options():
-    with pytest.raises(ValueError, match=r"`extra` \(='max'\)"):
-        models.FeaturePyramid(CHANNELS, extra="max", rngs=nnx.Rngs(0))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"`extra_levels` \(=-1\)"):
-        linen_models.FeaturePyramid(extra_levels=-1)
-
-
 @pytest.mark.parametrize(
-    ("features", "match"),
+    ("options", "features", "match"),
     [
-        (levels()[:2], r"must be \[N, H, W, C\] for C in \(2, 3, 4\)"),
-        (levels(((9, 8), (5, 4), (5, 2))), "or half of them, rounded up"),
+        (dict(extra="max"), levels(), r"`extra` \(='max'\)"),
+        (dict(extra_levels=-1), levels(), r"`extra_levels` \(=-1\)"),
+        ({}, levels()[:2], r"must be \[N, H, W, C\] for C in \(2, 3, 4\)"),
+        ({}, levels(((9, 8), (5, 4), (5, 2))), "or half of them, rounded up"),
     ],
-    ids=["levels", "size"],
+    ids=["extra", "extra_levels", "levels", "size"],
 )
-def test_rejects_bad_features(features, match):
-    model = models.FeaturePyramid(CHANNELS, 2, rngs=nnx.Rngs(0))
+def test_rejects_bad_arguments(options, features, match):
     with pytest.raises(ValueError, match=match):
-        model(features)
+        models.FeaturePyramid(CHANNELS, 2, **options, rngs=nnx.Rngs(0))(features)
