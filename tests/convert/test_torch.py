@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="requires PyTorch")
 
 from effjax import convert  # noqa: E402
 from effjax.convert.networks import NETWORKS, network_variables  # noqa: E402
-from effjax.models.linen import ResNet  # noqa: E402
+from effjax.models.linen import FeaturePyramid, ResNet  # noqa: E402
 from tests.convert import cases, record, torch_networks  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -76,6 +76,37 @@ def test_names(name):
     weights = {n: np.broadcast_to(np.float32(0), a.shape) for n, a in state.items()}
     back = convert.to_torch(network_variables(name, weights, "", {}), NETWORKS[name][1])
     assert {n: a.shape for n, a in back.items()} == {n: a.shape for n, a in weights.items()}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", torch_networks.NETWORKS)
+def test_copies_are_the_networks_of_torchvision(name):
+    """Compare logits of a training step, and those with its running statistics."""
+    torchvision = pytest.importorskip("torchvision", reason="requires torchvision")
+    theirs = getattr(torchvision.models, name)(num_classes=5).double()
+    copy = torch_networks.NETWORKS[name](num_classes=5).double()
+    copy.load_state_dict(theirs.state_dict())
+    images = torch.from_numpy(record.first(cases.random_array("x", (4, 64, 64, 3))))
+    with torch.no_grad():
+        for train in (True, False):
+            allclose(copy.train(train)(images).numpy(), theirs.train(train)(images).numpy())
+
+
+def test_pyramid_levels():
+    """`extra="pool"` adds the level of torchvision's LastLevelMaxPool."""
+    fpn = pytest.importorskip("torchvision.ops.feature_pyramid_network")
+    theirs = fpn.FeaturePyramidNetwork([2, 4], 3, fpn.LastLevelMaxPool()).double()
+    x = [cases.random_array(f"x{i}", (1, 8 >> i, 6 >> i, 2 << i)) for i in (0, 1)]
+    with torch.no_grad():
+        want = theirs({str(i): torch.from_numpy(record.first(a)) for i, a in enumerate(x)})
+    ours = FeaturePyramid(3, extra="pool", param_dtype=jnp.float64)
+    shapes = cases.float64_shapes(ours, x)
+    got = ours.apply(
+        convert.from_torch(theirs.state_dict(), shapes, convert.TORCHVISION_PYRAMID), x
+    )
+    assert len(got) == len(want) == 3
+    for mine, their in zip(got, want.values(), strict=True):
+        allclose(mine, record.last(their))
 
 
 def test_tensors():
