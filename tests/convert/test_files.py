@@ -30,7 +30,7 @@ from tests.convert.pickles import (
     storage,
     tensor,
     zipped,
-)  # fmt: skip
+)
 from tests.convert.test_checkpoint import file_of, info
 from tests.tiers import vary
 

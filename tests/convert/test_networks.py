@@ -87,40 +87,30 @@ MODES["batch_norm"] = dict(use_running_average=False), dict(use_running_average=
 STEPS = {"cumulative_batch_norm": 3}
 
 
-def run_nnx(name, case, module, convert_weights):
-    module = convert_weights(module)
-    graphdef, params, _ = nnx.split(module, nnx.Param, ...)
+def as_function(name, module, x, convert_weights):
+    """Return ``(apply, params, stats)`` with converted weights.
 
-    def loss(params, stats, x):
-        module = nnx.merge(graphdef, params, stats, copy=True)
-        y = module(x)
-        return jnp.sum(y * case["dy"]), (y, nnx.state(module, nnx.BatchStat))
+    ``apply(params, stats, x, train)`` returns the output and new statistics.
+    """
+    if isinstance(module, nnx.Module):
+        graphdef, params, stats = nnx.split(convert_weights(module), nnx.Param, ...)
 
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 2), has_aux=True))
-    for _ in range(STEPS.get(name, 1)):
-        (_, (y, new)), grads = step(params, nnx.state(module, nnx.BatchStat), case["x"])
-        nnx.update(module, new)
-    module.eval()
-    return y, grads, module, nnx.jit(lambda module, x: module(x))(module, case["x"])
+        def apply(params, stats, x, train):
+            module = nnx.merge(graphdef, params, stats, copy=True)
+            module.train() if train else module.eval()
+            return module(x), nnx.split(module, nnx.Param, ...)[2]
 
-
-def run_linen(name, case, module, convert_weights):
-    train, evaluate = MODES.get(name, ({}, {}))
-    init = functools.partial(module.init, **train)
-    shapes = jax.eval_shape(init, jax.random.key(0), case["x"])
+        return apply, params, stats
+    modes = MODES.get(name, ({}, {}))
+    shapes = jax.eval_shape(functools.partial(module.init, **modes[0]), jax.random.key(0), x)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.float64), shapes)
     variables = convert_weights(shapes)
 
-    def loss(params, x):
-        given = {**variables, "params": params}
-        y, new = module.apply(given, x, mutable=["batch_stats"], **train)
-        return jnp.sum(y * case["dy"]), (y, new)
+    def apply(params, stats, x, train):
+        variables, mode = {"params": params, **stats}, modes[0 if train else 1]
+        return module.apply(variables, x, mutable=["batch_stats"], **mode)
 
-    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    (_, (y, new)), grads = step(variables["params"], case["x"])
-    variables = {"params": variables["params"], **new}
-    evaluated = jax.jit(functools.partial(module.apply, **evaluate))(variables, case["x"])
-    return y, grads, variables, evaluated
+    return apply, variables.pop("params"), variables
 
 
 def assert_same_bits(got, want):
@@ -141,9 +131,16 @@ def test_values_gradients_and_statistics(name):
         assert_same_bits(convert.to_torch(variables, table, like=weights), weights)
         return variables
 
-    module = make()
-    run = run_nnx if isinstance(module, nnx.Module) else run_linen
-    y, (grads, dx), after, evaluated = run(name, case, module, convert_weights)
+    apply, params, stats = as_function(name, make(), case["x"], convert_weights)
+
+    def loss(params, stats, x):
+        y, new = apply(params, stats, x, True)
+        return jnp.sum(y * case["dy"]), (y, new)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 2), has_aux=True))
+    for _ in range(STEPS.get(name, 1)):
+        (_, (y, stats)), (grads, dx) = step(params, stats, case["x"])
+    evaluated, _ = jax.jit(functools.partial(apply, train=False))(params, stats, case["x"])
     allclose(y, case["y"])
     allclose(dx, case["dx"])
     allclose(evaluated, case["evaluated"])
@@ -152,7 +149,7 @@ def test_values_gradients_and_statistics(name):
     assert got.keys() == want.keys()
     for key, array in want.items():
         allclose(got[key], array, err_msg=key)
-    got = convert.to_torch(after, table)
+    got = convert.to_torch(stats, table)
     for key, array in cases.select(case, "after").items():
         allclose(got[key], array, err_msg=key)
     if "num_batches_tracked" in got:
@@ -217,40 +214,3 @@ def test_layer_inside_a_network():
     assert back.keys() == {f"{prefix}.{name}" for name in weights}
     back = convert.to_torch(layer, convert.DEFORM_CONV, prefix=prefix, like=network)
     assert_same_bits(back, {name: a for name, a in network.items() if "layer2" in name})
-
-
-def maskrcnn_names():
-    """Return the names of the backbone of R-50-FPN-DCN in maskrcnn-benchmark."""
-    conv, norm = ["weight"], ["weight", "bias", "running_mean", "running_var"]
-    names = [f"body.stem.conv1.{n}" for n in conv] + [f"body.stem.bn1.{n}" for n in norm]
-    for stage, count in enumerate((3, 4, 6, 3), 1):
-        for i in range(count):
-            block = f"body.layer{stage}.{i}"
-            second = ["offset.weight", "offset.bias", "conv.weight"] if stage > 1 else conv
-            for k, of_conv in enumerate((conv, second, conv), 1):
-                names += [f"{block}.conv{k}.{n}" for n in of_conv]
-                names += [f"{block}.bn{k}.{n}" for n in norm]
-            if i == 0:
-                names += [f"{block}.downsample.0.weight"]
-                names += [f"{block}.downsample.1.{n}" for n in norm]
-    return names + [
-        f"fpn.fpn_{kind}{level}.{name}"
-        for kind in ("inner", "layer") for level in (1, 2, 3, 4) for name in ("weight", "bias")
-    ]  # fmt: skip
-
-
-@pytest.mark.exhaustive
-def test_names_of_maskrcnn_benchmark():
-    options = dict(num_classes=None, stage_with_dcn=(False, True, True, True), frozen_norm=True)
-    body = models.resnet50(linen_models.ResNet, **options, stride_in_1x1=True, epsilon=0.0)
-    images = jax.ShapeDtypeStruct((1, 64, 64, 3), "float32")
-    levels = [jax.ShapeDtypeStruct((1, 8 >> i, 8 >> i, 256 << i), "float32") for i in range(4)]
-    names = []
-    for prefix, model, x, table in (
-        ("body", body, images, convert.MASKRCNN_RESNET),
-        ("fpn", linen_models.FeaturePyramid(), levels, convert.MASKRCNN_PYRAMID),
-    ):
-        shapes = cases.float64_shapes(model, x)
-        zeros = jax.tree.map(lambda a: np.broadcast_to(np.float32(0), a.shape), shapes)
-        names += convert.to_torch(zeros, table, prefix=prefix)
-    assert set(names) == set(maskrcnn_names())

@@ -58,7 +58,11 @@ def test_join_tables():
         "fpn": ("backbone.fpn", convert.MASKRCNN_PYRAMID),
     }
     names = {
+        "body.stem_conv.kernel": "backbone.body.stem.conv1.weight",
         "body.stages_0_0.conv2.kernel": "backbone.body.layer1.0.conv2.weight",
+        "body.stages_0_2.norm3.var": "backbone.body.layer1.2.bn3.running_var",
+        "body.stages_0_0.shortcut.kernel": "backbone.body.layer1.0.downsample.0.weight",
+        "body.stages_0_0.shortcut_norm.bias": "backbone.body.layer1.0.downsample.1.bias",
         "body.stages_1_0.conv2.kernel": "backbone.body.layer2.0.conv2.conv.weight",
         "body.stages_1_0.conv2.offset_conv.kernel": "backbone.body.layer2.0.conv2.offset.weight",
         "body.stages_1_0.conv2.offset_conv.bias": "backbone.body.layer2.0.conv2.offset.bias",
