@@ -1,5 +1,7 @@
 """Training steps over eight devices, compared with training in memory."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,7 @@ def train(args, context, spec, has_aux=False, head_has_aux=False, **options):
     }
     model_state = place(options.pop("model_state", ()), P())
     losses = []
-    with jax.set_mesh(mesh):
+    with contextlib.nullcontext() if context == "pmap" else jax.set_mesh(mesh):
         state, _ = steps.start(
             *functions, init_tx, place(layers, spec), others, model_state=model_state, **options
         )
