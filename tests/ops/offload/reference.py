@@ -184,8 +184,11 @@ def make_step(loss_fn, tx, options):
         grads, clip_state = clip.update(grads, clip_state)
         new_params, new_states = [], []
         for g, state, w in zip(split_model(grads), states, split_model(model), strict=True):
-            updates, new_state = tx.update(g, state, w)
-            new_params.append(optax.apply_updates(w, updates))
+            new_w, new_state = w, state
+            if w is not None:  # a frozen array; None has another meaning in optax
+                updates, new_state = tx.update(g, state, w)
+                new_w = optax.apply_updates(w, updates)
+            new_params.append(new_w)
             new_states.append(new_state)
         new_model = {"layers": new_params[:-1], "others": new_params[-1]}
         return new_model, new_states, clip_state

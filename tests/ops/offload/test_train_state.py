@@ -63,9 +63,9 @@ def test_resumed_run_is_equal_to_the_bit():
 
 def test_frozen_layers_of_a_tuple_have_no_optimizer_state():
     args = embed, tuple(steps.DIFFERENT), head, ADAMW, tuple(steps.different_params()), others()
-    state = steps.check(*args, [TOKENS], tolerance=5e-6, trainable=(True, True, True, False))
+    state = steps.check(*args, [TOKENS], tolerance=5e-6, trainable=(True, True, False, False))
     assert isinstance(state.layers, tuple)
-    assert all(a.ndim == 0 for a in jax.tree.leaves(state.layers_state[3]))
+    assert all(a.ndim == 0 for a in jax.tree.leaves(state.layers_state[2:]))
 
 
 def test_layer_inputs_are_a_pytree_with_integers():
