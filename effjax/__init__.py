@@ -4,8 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._names import missing_name as _missing_name
-
-__version__ = "0.1.0"
+from ._version import __version__ as __version__
 
 _MODULES = (
     "compat",

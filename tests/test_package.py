@@ -23,13 +23,14 @@ MODULES = {
 FLAX = "jax numpy flax"
 # Folders of effjax, and third-party packages, that each folder may import.
 RULES = {
-    "effjax": ("ops _names", ""),
+    "effjax": ("ops _names _version", ""),
     "__main__": ("cli", ""),
     "_extras": ("", ""),
     "_files": ("", ""),
     "_names": ("", ""),
     "_slices": ("", "jax numpy"),
     "_unpickle": ("_files", ""),
+    "_version": ("", ""),
     "compat": ("ops", "jax"),
     "native": ("", "jax"),
     "ops": ("native", "jax numpy"),
@@ -42,19 +43,19 @@ RULES = {
     "optimizers": ("_names", "jax optax"),
     "validation": ("memory native ops", "jax numpy optax"),
     "train": (
-        "effjax _extras _names _slices models optimizers",
+        "_extras _names _slices _version models optimizers",
         "jax numpy optax orbax tensorstore rich matplotlib tensorboard",
     ),
     "train.images": (
-        "effjax _extras train memory models convert",
+        "_extras _version train memory models convert",
         f"{FLAX} optax rich sklearn PIL",
     ),
     "train.text": (
-        "effjax _extras train models convert",
+        "_extras _version train models convert ops",
         "jax numpy optax rich tokenizers jinja2 huggingface_hub datasets",
     ),
     "cli": (
-        "effjax _extras train train.images train.text memory models native convert validation",
+        "_extras _version train train.images train.text memory models native convert validation",
         "jax rich typer matplotlib yaml",
     ),
 }

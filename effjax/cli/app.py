@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import __version__
+from .._version import __version__
 from ..train.text.config import FinetuneConfig
 from . import errors
 from .chat import chat

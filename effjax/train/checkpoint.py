@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from .. import __version__
 from .._slices import sharding_of
+from .._version import __version__
 from .array_handler import make_registry
 from .errors import PreemptionError, TrainError
 from .processes import is_multiprocess, run_on_first

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from ... import __version__
+from ..._version import __version__
 from ..errors import TrainError, counted
 from ..mesh import (
     FSDP,

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ... import offload_jit
 from ...convert import load_adapter, save_checkpoint
 from ...convert.checkpoint import complete_replacement
 from ...models import DecoderConfig, decoder_shapes
 from ...models.generate import Options, advance, empty_state, extend, start
+from ...ops.offload import offload_jit
 from ..errors import DataError, TrainError, counted, printable, quoted, unreadable
 from ..mesh import (
     AXIS,

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ... import OffloadState, host_init, offload_scan, offload_train_step, to_device
 from ...models import (
     DecoderConfig,
     DecoderFunctions,
@@ -24,6 +23,7 @@ from ...models import (
 )
 from ...models.decoder import CODES, SCALES, Params
 from ...models.decoder_config import check_dropout
+from ...ops.offload import OffloadState, host_init, offload_scan, offload_train_step, to_device
 from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
 from ..optimizers import make_optimizer, make_schedule

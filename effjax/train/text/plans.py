@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ... import offload_jit
 from ...models import DecoderConfig
+from ...ops.offload import offload_jit
 from ..errors import TrainError
 from ..mesh import batch_sharding, planning_mesh
 from ..task import Form, MemoryChoices

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import offload_jit, to_device
 from ...models.generate import generate
+from ...ops.offload import offload_jit, to_device
 from ..errors import DataError
 from ..mesh import replicated
 from .base import Base

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ... import __version__, offload_jit
+from ..._version import __version__
 from ...convert import save_adapter, save_checkpoint
+from ...ops.offload import offload_jit
 from ..errors import DataError, TrainError, counted
 from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mesh
 from ..run_directory import RunDirectory
