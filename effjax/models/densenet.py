@@ -18,7 +18,14 @@ from ..nnx.dense_block import DenseBlock, as_dropout_key, shared_batch_options
 from ..ops._common.arguments import as_integer, as_number, with_torch_hints
 from ..ops._common.dtypes import accumulation_dtype
 from ..ops.dense_block.bn_relu_conv import bn_relu_conv
-from .images import ImageNetwork, ImageNetworkConfig, as_sizes, cast_batch, max_pool
+from .images import (
+    ImageNetwork,
+    ImageNetworkConfig,
+    as_sizes,
+    cast_batch,
+    make_constructor,
+    max_pool,
+)
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -252,56 +259,6 @@ class Transition(nnx.Module):
         return nnx.avg_pool(x, (2, 2), (2, 2))
 
 
-def densenet121(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
-    """Return a DenseNet-121 (k = 32): 7,978,856 parameters for 1000 classes.
-
-    Args:
-        module: `effjax.models.DenseNet` (requires `rngs`) or `effjax.models.linen.DenseNet`.
-        **options: of the module; they override those of the published network.
-    """
-    return module(**DENSENET_OPTIONS["densenet121"] | options)
-
-
-def densenet161(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
-    """Return a DenseNet-161 (k = 48): 28,681,000 parameters for 1000 classes.
-
-    The arguments are those of `densenet121`.
-    """
-    return module(**DENSENET_OPTIONS["densenet161"] | options)
-
-
-def densenet169(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
-    """Return a DenseNet-169 (k = 32): 14,149,480 parameters for 1000 classes.
-
-    The arguments are those of `densenet121`.
-    """
-    return module(**DENSENET_OPTIONS["densenet169"] | options)
-
-
-def densenet201(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
-    """Return a DenseNet-201 (k = 32): 20,013,928 parameters for 1000 classes.
-
-    The arguments are those of `densenet121`.
-    """
-    return module(**DENSENET_OPTIONS["densenet201"] | options)
-
-
-def densenet40_12(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
-    """Return a DenseNet-BC-40 (k = 12): 176,122 parameters for 10 classes.
-
-    The arguments are those of `densenet121`.
-    """
-    return module(**DENSENET_OPTIONS["densenet40_12"] | options)
-
-
-def densenet100_12(module: Callable[..., Any] = DenseNet, **options: Any) -> Any:
-    """Return a DenseNet-BC-100 (k = 12): 769,162 parameters for 10 classes.
-
-    The arguments are those of `densenet121`.
-    """
-    return module(**DENSENET_OPTIONS["densenet100_12"] | options)
-
-
 def densenet_cifar(
     depth: int = 100,
     growth_rate: int = 12,
@@ -314,7 +271,7 @@ def densenet_cifar(
         depth: the number of convolutions and linear layers: 6n + 4 for n layers per block.
         growth_rate: k; the stem has 2k channels.
         module: `effjax.models.DenseNet` (requires `rngs`) or `effjax.models.linen.DenseNet`.
-        **options: of the module; they override those of the published network.
+        **options: of the module; they override those above.
 
     Raises:
         TypeError, ValueError: if `depth` is not 6n + 4 with n ≥ 1, or an option is out of range.
@@ -343,3 +300,12 @@ DENSENET_OPTIONS: dict[str, dict[str, Any]] = {
     "densenet40_12": _cifar_options(40, 12),
     "densenet100_12": _cifar_options(100, 12),
 }
+
+_publish = functools.partial(make_constructor, DenseNet, DENSENET_OPTIONS)
+
+densenet121 = _publish("densenet121", "DenseNet-121 (k = 32)", 7_978_856)
+densenet161 = _publish("densenet161", "DenseNet-161 (k = 48)", 28_681_000)
+densenet169 = _publish("densenet169", "DenseNet-169 (k = 32)", 14_149_480)
+densenet201 = _publish("densenet201", "DenseNet-201 (k = 32)", 20_013_928)
+densenet40_12 = _publish("densenet40_12", "DenseNet-BC-40 (k = 12)", 176_122)
+densenet100_12 = _publish("densenet100_12", "DenseNet-BC-100 (k = 12)", 769_162)

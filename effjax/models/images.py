@@ -1,7 +1,8 @@
 """Code shared by the image networks: options, input checks, pooling."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -73,3 +74,39 @@ def max_pool(x: jax.Array) -> jax.Array:
     return lax.reduce_window(
         x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), [(0, 0), (1, 1), (1, 1), (0, 0)]
     )
+
+
+class Constructor(Protocol):
+    """Constructor of a published network."""
+
+    def __call__(self, module: Callable[..., Any] = ..., **options: Any) -> Any:
+        """Return the network; see the docstring that `make_constructor` writes."""
+        ...
+
+
+def make_constructor(
+    network: type,
+    published: Mapping[str, Mapping[str, Any]],
+    name: str,
+    description: str,
+    num_parameters: int,
+) -> Constructor:
+    """Return the constructor of a published network, with its options in `published`."""
+
+    def constructor(module: Callable[..., Any] = network, **options: Any) -> Any:
+        return module(**{**published[name], **options})
+
+    num_classes = published[name].get("num_classes", 1000)
+    # A public function: `help`, pickle and the reference find it by its module and name.
+    constructor.__module__ = network.__module__
+    constructor.__name__ = constructor.__qualname__ = name
+    constructor.__doc__ = f"""Return a {description}.
+
+    It has {num_parameters:,} parameters for {num_classes} classes.
+
+    Args:
+        module: `effjax.models.{network.__name__}` (requires `rngs`), or its counterpart in
+            `effjax.models.linen`.
+        **options: of the module; they override those of the published network.
+    """
+    return constructor

@@ -21,7 +21,14 @@ from ..nnx.deform_conv import DeformConv
 from ..ops._common.arguments import as_integer, check_divides, with_torch_hints
 from ..ops._common.dtypes import accumulation_dtype
 from ..ops.batch_norm.sync import STATISTICS
-from .images import ImageNetwork, ImageNetworkConfig, as_sizes, cast_batch, max_pool
+from .images import (
+    ImageNetwork,
+    ImageNetworkConfig,
+    as_sizes,
+    cast_batch,
+    make_constructor,
+    max_pool,
+)
 
 EXPANSION = 4  # ratio of a bottleneck's output channels to its inner channels
 # Checkpoint name of the outputs of all convolutions except a block's last and its shortcut.
@@ -388,84 +395,19 @@ RESNET_OPTIONS: dict[str, dict[str, Any]] = {
     "resnext101_64x4d": dict(stage_sizes=(3, 4, 23, 3), inner_width=256, feature_group_count=64),
 }
 
+_publish = functools.partial(make_constructor, ResNet, RESNET_OPTIONS)
 
-def resnet18(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a ResNet-18 of basic blocks: 11,689,512 parameters for 1000 classes.
-
-    Args:
-        module: `effjax.models.ResNet` (requires `rngs`) or `effjax.models.linen.ResNet`.
-        **options: of the module; they override those of the published network.
-    """
-    return module(**RESNET_OPTIONS["resnet18"] | options)
-
-
-def resnet34(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a ResNet-34 of basic blocks: 21,797,672 parameters for 1000 classes.
-
-    The arguments are those of `resnet18`.
-    """
-    return module(**RESNET_OPTIONS["resnet34"] | options)
-
-
-def resnet50(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a ResNet-50 of bottlenecks: 25,557,032 parameters for 1000 classes.
-
-    The arguments are those of `resnet18`.
-    """
-    return module(**RESNET_OPTIONS["resnet50"] | options)
-
-
-def resnet101(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a ResNet-101 of bottlenecks: 44,549,160 parameters for 1000 classes.
-
-    The arguments are those of `resnet18`.
-    """
-    return module(**RESNET_OPTIONS["resnet101"] | options)
-
-
-def resnet152(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a ResNet-152 of bottlenecks: 60,192,808 parameters for 1000 classes.
-
-    The arguments are those of `resnet18`.
-    """
-    return module(**RESNET_OPTIONS["resnet152"] | options)
-
-
-def wide_resnet50_2(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a Wide ResNet-50-2, with 3x3 convolutions of twice the width.
-
-    It has 68,883,240 parameters for 1000 classes. The arguments are those of `resnet18`.
-    """
-    return module(**RESNET_OPTIONS["wide_resnet50_2"] | options)
-
-
-def wide_resnet101_2(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a Wide ResNet-101-2, with 3x3 convolutions of twice the width.
-
-    It has 126,886,696 parameters for 1000 classes. The arguments are those of `resnet18`.
-    """
-    return module(**RESNET_OPTIONS["wide_resnet101_2"] | options)
-
-
-def resnext50_32x4d(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a ResNeXt-50 of 32 groups of 4 channels: 25,028,904 parameters for 1000 classes.
-
-    The arguments are those of `resnet18`.
-    """
-    return module(**RESNET_OPTIONS["resnext50_32x4d"] | options)
-
-
-def resnext101_32x8d(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a ResNeXt-101 of 32 groups of 8 channels: 88,791,336 parameters for 1000 classes.
-
-    The arguments are those of `resnet18`.
-    """
-    return module(**RESNET_OPTIONS["resnext101_32x8d"] | options)
-
-
-def resnext101_64x4d(module: Callable[..., Any] = ResNet, **options: Any) -> Any:
-    """Return a ResNeXt-101 of 64 groups of 4 channels: 83,455,272 parameters for 1000 classes.
-
-    The arguments are those of `resnet18`.
-    """
-    return module(**RESNET_OPTIONS["resnext101_64x4d"] | options)
+resnet18 = _publish("resnet18", "ResNet-18 of basic blocks", 11_689_512)
+resnet34 = _publish("resnet34", "ResNet-34 of basic blocks", 21_797_672)
+resnet50 = _publish("resnet50", "ResNet-50 of bottlenecks", 25_557_032)
+resnet101 = _publish("resnet101", "ResNet-101 of bottlenecks", 44_549_160)
+resnet152 = _publish("resnet152", "ResNet-152 of bottlenecks", 60_192_808)
+wide_resnet50_2 = _publish("wide_resnet50_2", "Wide ResNet-50-2 (inner width 128)", 68_883_240)
+wide_resnet101_2 = _publish("wide_resnet101_2", "Wide ResNet-101-2 (inner width 128)", 126_886_696)
+resnext50_32x4d = _publish("resnext50_32x4d", "ResNeXt-50 of 32 groups of 4 channels", 25_028_904)
+resnext101_32x8d = _publish(
+    "resnext101_32x8d", "ResNeXt-101 of 32 groups of 8 channels", 88_791_336
+)
+resnext101_64x4d = _publish(
+    "resnext101_64x4d", "ResNeXt-101 of 64 groups of 4 channels", 83_455_272
+)

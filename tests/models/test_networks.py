@@ -1,6 +1,7 @@
 """DenseNet and ResNet in both flavors; all forms of them compute the same function, in float64."""
 
 import functools
+import pickle
 import re
 from typing import Any
 
@@ -332,8 +333,10 @@ def test_linen_network_in_a_module():
 def test_published_networks(name):
     """They are those that `effjax convert` reads, and options override theirs."""
     make, _ = NETWORKS[name]
-    assert getattr(models, name)(make.func) == make()
-    assert getattr(models, name)(make.func, num_classes=7) == make(num_classes=7)
+    constructor = getattr(models, name)
+    assert constructor(make.func) == make()
+    assert constructor(make.func, num_classes=7) == make(num_classes=7)
+    assert pickle.loads(pickle.dumps(constructor)) is constructor
 
 
 def test_densenets_of_other_depths():
@@ -356,7 +359,9 @@ def test_densenets_of_other_depths():
 )
 def test_published_parameter_counts(name, count):
     """test_torch.py has the names and shapes of those of torchvision."""
-    model = nnx.eval_shape(lambda: getattr(models, name)(rngs=nnx.Rngs(0)))
+    constructor = getattr(models, name)
+    assert f"{count:,} parameters" in constructor.__doc__
+    model = nnx.eval_shape(lambda: constructor(rngs=nnx.Rngs(0)))
     assert sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param))) == count
 
 
