@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from effjax import OffloadState, offload_jit, offload_train_step
-from effjax.memory import find_rates, step_time
+from effjax.memory import find_rates
+from effjax.memory.time.step_time import step_time
 from effjax.models import DecoderConfig, decoder_functions, decoder_shapes
 from effjax.ops.offload import slices, stack
 from effjax.ops.offload.backends import (

@@ -9,12 +9,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from effjax.memory import MemoryPlan, find_rates, step_time
+from effjax.memory import MemoryPlan, find_rates
 from effjax.memory.compiler.cache import default_folder
 from effjax.memory.compiler.process import open_pipe
 from effjax.memory.devices import find_target
 from effjax.memory.plan import start_plan
 from effjax.memory.search.budget import argument_bytes
+from effjax.memory.time.step_time import step_time
 from effjax.models import DecoderConfig
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import FORMS, training_step

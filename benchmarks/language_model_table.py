@@ -17,11 +17,12 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from effjax import OffloadState, offload_jit, offload_train_step
-from effjax.memory import MemoryPlan, find_rates, step_time
+from effjax.memory import MemoryPlan, find_rates
 from effjax.memory.compiler.cache import default_folder
 from effjax.memory.compiler.process import open_pipe
 from effjax.memory.devices import find_target
 from effjax.memory.plan import start_plan
+from effjax.memory.time.step_time import step_time
 from effjax.models import DecoderConfig, Llama3RopeScaling, decoder_functions, decoder_shapes
 from effjax.optimizers import adamw_8bit, in_24_bits, in_float32, stochastic_rounding
 from effjax.train.optimizers import make_optimizer

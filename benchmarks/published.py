@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import optax
 
 from effjax import offload_jit
-from effjax.memory import find_rates, step_time
+from effjax.memory import find_rates
+from effjax.memory.time.step_time import step_time
 from effjax.models import DecoderConfig
 from effjax.train.mesh import planning_mesh
 from effjax.train.text.config import FinetuneConfig

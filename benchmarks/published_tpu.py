@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from effjax.memory import find_rates, plan, step_time
+from effjax.memory import find_rates, plan
+from effjax.memory.time.step_time import step_time
 from effjax.models import DecoderConfig
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import training_step

@@ -55,7 +55,8 @@ RULES = {
         "jax numpy optax rich tokenizers jinja2 huggingface_hub datasets",
     ),
     "cli": (
-        "_extras _version train train.images train.text memory models native convert validation",
+        "_extras _version train train.images train.text memory models native convert ops "
+        "validation",
         "jax rich typer matplotlib yaml",
     ),
 }

@@ -206,7 +206,7 @@ def has_nvidia_gpu() -> bool:
 
 def describe_host_memory() -> str:
     """Return the limit of pinned host memory for offloading, and what sets it."""
-    from ..memory import host_memory_limit
+    from ..ops.offload.compiled import host_memory_limit
 
     try:
         size = f"at most {host_memory_limit() / 2**30:g} GiB"

@@ -1,7 +1,6 @@
 """Memory planner: memory use and modelled time of a compiled program, and residuals."""
 
 from .._names import list_public as _list_public
-from ..ops.offload.compiled import host_memory_limit as host_memory_limit
 from .compiler.lower import PlanError as PlanError
 from .devices import Rates as Rates
 from .devices import Target as Target
@@ -9,22 +8,15 @@ from .devices import find_rates as find_rates
 from .devices import list_targets as list_targets
 from .plan import compare as compare
 from .plan import plan as plan
-from .read.hlo import Collective as Collective
-from .read.hlo import Transfer as Transfer
 from .read.hlo import collectives as collectives
 from .residuals import residual_bytes as residual_bytes
-from .results import Buffer as Buffer
-from .results import Bytes as Bytes
 from .results import Comparison as Comparison
 from .results import MaxBatch as MaxBatch
 from .results import MemoryPlan as MemoryPlan
 from .results import ResidualReport as ResidualReport
 from .search.batch_size import max_batch_size as max_batch_size
 from .search.budget import OptionSearch as OptionSearch
-from .search.budget import Trial as Trial
 from .search.budget import choose_options as choose_options
-from .time.step_time import StepTime as StepTime
-from .time.step_time import step_time as step_time
 
 
 def __dir__() -> list[str]:

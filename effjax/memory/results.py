@@ -78,13 +78,23 @@ class MemoryPlan(Printable):
         memory_fraction: fraction of the device's memory that JAX reserves for arrays.
         host_memory_bytes: pinned host memory of the process, for all of its devices; None if it is
             not known.
-        device: bytes in device memory.
-        host: bytes in pinned host memory.
+        device: bytes in device memory: `arguments`, `outputs`, `temporaries`, `generated_code`,
+            `aliased` (results that overwrite a donated argument, in both of the first two), and
+            `total`, which counts these once.
+        host: the same of pinned host memory.
         constant_bytes: bytes of the program's constants, in device memory.
-        peak_buffers: contents of device memory at the peak, largest first.
-        collectives: communication between devices, most bytes first.
-        transfers: copies between device and host, most bytes first.
-        step_time: modelled time of a call and its parts; not a measurement.
+        peak_buffers: arrays in device memory at the peak, largest first. Each has its `shape`,
+            `bytes`, `kind`, `operation`, and the `source` that computes it, "file.py:12", called
+            from the user's line `caller`. A TPU leaves `padding` of its bytes unused.
+        collectives: communication between devices, most bytes first, as `collectives` returns it.
+        transfers: copies between device and host, most bytes first, with the same attributes except
+            that `direction` is "to_device" or "to_host", and `shape` that of a copy.
+        step_time: modelled time of a call; not a measurement. Its parts are FLOPs by dtype
+            (`flops`, `recomputed_flops`, `total_flops`), bytes (`memory_bytes`, `to_device_bytes`,
+            `to_host_bytes`, `collective_bytes`), the time of the kernels (`compute_seconds`) and
+            that of waiting for each kind of transfer (`to_device_seconds`, `to_host_seconds`,
+            `collective_seconds`). `unknown_kernels` counts kernels of unknown FLOPs, and
+            `unknown_loops` loops of unknown length.
         hlo: the optimized program as text.
         refusal: the compiler's message if it refused the program because it does not fit, which
             the compiler for TPUs does; otherwise empty.

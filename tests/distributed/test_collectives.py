@@ -3,7 +3,7 @@
 import jax
 
 from effjax import OffloadState
-from effjax.memory import Collective, collectives
+from effjax.memory.read.hlo import Collective, collectives
 from tests.distributed.cases import CASES, CHANNELS, DEVICES, data_mesh, own_rows
 from tests.tiers import vary
 

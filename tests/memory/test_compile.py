@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+import effjax
 from effjax.memory import PlanError, choose_options, compare, plan
 from effjax.memory.compiler import process
 from effjax.memory.compiler.packages import find_compiler
@@ -68,6 +69,13 @@ def test_files_in_the_working_directory_are_not_imported(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", ["", str(tmp_path), *sys.path])
     plan(jnp.sin, X)
     assert not (tmp_path / "imported").exists()
+
+
+def test_packages_in_the_working_directory_come_last(monkeypatch):
+    project = Path(effjax.__file__).parents[1]
+    monkeypatch.chdir(project)  # a clone that is not installed
+    monkeypatch.setattr("sys.path", [str(project), *sys.path])
+    assert str(project) in process._search_path()[1:]
 
 
 def test_one_server_for_plans_of_an_environment(monkeypatch):

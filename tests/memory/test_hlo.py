@@ -2,8 +2,7 @@
 
 import pytest
 
-from effjax.memory import Collective, Transfer, collectives
-from effjax.memory.read.hlo import arrays, parse, transfers
+from effjax.memory.read.hlo import Collective, Transfer, arrays, collectives, parse, transfers
 
 LOOP = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}

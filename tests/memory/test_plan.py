@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effjax
-from effjax.memory import Collective, PlanError, Transfer, plan
+from effjax.memory import PlanError, plan
 from effjax.memory.devices import find_target
+from effjax.memory.read.hlo import Collective, Transfer
 from tests.memory.conftest import f32, is_line_of, matmuls
 from tests.programs import needs_gpu_compiler
 

@@ -10,8 +10,9 @@ import pytest
 from jax import lax
 
 from effjax import offload_jit, offload_scan
-from effjax.memory import Rates, find_rates, list_targets, plan, step_time
+from effjax.memory import Rates, find_rates, list_targets, plan
 from effjax.memory.devices import find_target
+from effjax.memory.time.step_time import step_time
 from effjax.train.text.config import LMConfig
 from effjax.train.text.learner import byte_decoder
 from effjax.train.text.plans import FORMS, training_step

@@ -204,7 +204,7 @@ def _search_path() -> list[str]:
     directory comes last.
     """
     paths = [path for path in sys.path if path and Path(path).absolute() != Path.cwd()]
-    homes = (str(Path(file).parents[level]) for file, level in ((__file__, 2), (jax.__file__, 1)))
+    homes = (str(Path(file).parents[level]) for file, level in ((__file__, 3), (jax.__file__, 1)))
     return list(dict.fromkeys([*paths, *homes]))
 
 

@@ -63,7 +63,9 @@ class OptionSearch(Printable):
     Attributes:
         options: the fastest options that fit; None if none were found.
         plan: the plan of their step; None if none were found.
-        trials: all combinations, the compiled ones first.
+        trials: all combinations, the compiled ones first. Each has its `options`, a `result`
+            ("chosen", or why it was not), `is_compiled`, `peak_device_bytes`, `peak_host_bytes` and
+            `step_seconds`. If it is not compiled, bytes and seconds are lower bounds.
         target: the device.
         budget: bytes of device memory.
         host_memory_bytes: bytes of pinned host memory; None if they are not known.

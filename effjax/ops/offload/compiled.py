@@ -26,8 +26,8 @@ def offload_jit(fun: Callable[_P, _R], *, donate: bool = True) -> Callable[_P, _
     ``step(state, *args, **kwargs) -> (state, *results)``, a tuple or a NamedTuple, is compiled with
     the XLA options that offloading needs on the current backend. With `donate` the new state
     overwrites the old one: each array keeps its memory and its sharding. Warns (RuntimeWarning) if
-    a GPU program needs more pinned host memory than XLA allocates, see
-    `effjax.memory.host_memory_limit`.
+    a GPU program needs more pinned host memory than XLA allocates: 64 GiB, or
+    ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB``.
 
     Args:
         fun: the function to compile. With `donate` its first positional argument and its first (or
