@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from effjax.models import scan_layers
+from effjax.models.scan import scan_layers
 
 from .measure import TARGET, need_compiler, plan_steps
 from .results import Bars, Result, Size

@@ -23,7 +23,7 @@ from effjax import (
     to_host,
 )
 from effjax.memory import MemoryPlan
-from effjax.models import scan_layers
+from effjax.models.scan import scan_layers
 
 from .transformer import TransformerLM, split_loss
 

@@ -10,7 +10,7 @@ from flax import nnx
 from flax.typing import Dtype
 
 from effjax import linear_cross_entropy
-from effjax.models import scan_layers
+from effjax.models.scan import scan_layers
 from effjax.ops.dropout import dropout
 
 Params = dict[str, Any]

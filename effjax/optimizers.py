@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ._names import list_public as _list_public
+__all__ = [
+    "adamw_8bit",
+    "get_hyperparams",
+    "in_24_bits",
+    "in_float32",
+    "scale_by_adam_8bit",
+    "set_hyperparams",
+    "stochastic_rounding",
+    "with_matmul_precision",
+]
 
 _MIN_AXIS = 16  # float32 scales of a shorter last axis would take more than they save
 
@@ -164,7 +173,8 @@ def scale_by_adam_8bit(
         min_size: parameters with fewer values keep float32 moments.
 
     Returns:
-        The transformation, with a `ScaleByAdam8bitState`. Its updates are float32.
+        The transformation. Its updates are float32. Its state is a NamedTuple of `count`, the codes
+        `mu` and `nu` of the parameters' shapes, and their scales, `mu_scale` and `nu_scale`.
 
     Raises:
         ValueError: if `block_size` is not an int above 0, or `min_size` is not an int.
@@ -425,7 +435,8 @@ def in_24_bits(inner: optax.GradientTransformation) -> optax.GradientTransformat
         inner: any optax transformation.
 
     Returns:
-        The transformation, with an `In24BitsState`.
+        The transformation. Its state is a NamedTuple of `correction`, int8 for each bfloat16
+        parameter, and the state `inner`.
 
     Raises:
         ValueError: from `update`, if `params` is None.
@@ -526,7 +537,7 @@ def stochastic_rounding(key: jax.Array | int) -> optax.GradientTransformation:
         key: a PRNG key, or a seed.
 
     Returns:
-        The transformation, with a `StochasticRoundingState`.
+        The transformation. Its state is a NamedTuple of a `count` and the `key`.
 
     Raises:
         ValueError: from `update`, if `params` is None.
@@ -659,4 +670,4 @@ def _hyperparam_name(path: tuple, field: str) -> str | None:
 
 
 def __dir__() -> list[str]:
-    return _list_public(globals())
+    return __all__

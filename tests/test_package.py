@@ -40,7 +40,7 @@ RULES = {
     "models": ("linen nnx layers ops _files _names", f"{FLAX} chex"),
     "convert": ("models ops _files _names _slices _unpickle", f"{FLAX} orbax"),
     "memory": ("ops native _extras _names", "jax numpy rich matplotlib platformdirs"),
-    "optimizers": ("_names", "jax optax"),
+    "optimizers": ("", "jax optax"),
     "validation": ("memory native ops", "jax numpy optax"),
     "train": (
         "_extras _names _slices _version models optimizers",

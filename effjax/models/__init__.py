@@ -1,14 +1,10 @@
 """Networks for Flax NNX; `effjax.models.linen` has those for linen."""
 
 from .._names import list_public as _list_public
-from .decoder import DecoderFunctions as DecoderFunctions
 from .decoder import decoder_functions as decoder_functions
-from .decoder import decoder_layer_keys as decoder_layer_keys
 from .decoder import decoder_logits as decoder_logits
 from .decoder import decoder_shapes as decoder_shapes
 from .decoder import init_decoder as init_decoder
-from .decoder import init_decoder_layer as init_decoder_layer
-from .decoder import init_decoder_others as init_decoder_others
 from .decoder_config import DecoderConfig as DecoderConfig
 from .decoder_config import LinearRopeScaling as LinearRopeScaling
 from .decoder_config import Llama3RopeScaling as Llama3RopeScaling
@@ -36,7 +32,6 @@ from .resnet import resnext101_32x8d as resnext101_32x8d
 from .resnet import resnext101_64x4d as resnext101_64x4d
 from .resnet import wide_resnet50_2 as wide_resnet50_2
 from .resnet import wide_resnet101_2 as wide_resnet101_2
-from .scan import scan_layers as scan_layers
 
 
 def __dir__() -> list[str]:

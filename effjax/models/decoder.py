@@ -149,12 +149,10 @@ def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]
     Weights are drawn from N(0, 0.02²), or with the standard deviation `initializer_range` of
     config.json. Those of norms are such that they multiply by 1, and biases are 0.
 
-    All arrays are created whole on the default device. To create layers in host memory, pass
-    `init_decoder_layer` and `decoder_layer_keys` to `effjax.host_init`::
-
-        init = functools.partial(init_decoder_layer, config)
-        layers = host_init(init, decoder_layer_keys(config, key))
+    All arrays are created whole on the default device. If they do not fit there, call this under
+    ``jax.default_device(jax.devices("cpu")[0])``.
     """
+    check_config(config)
     key = as_key("key", key)
     init = functools.partial(init_decoder_layer, config)
     layers = jax.vmap(init)(decoder_layer_keys(config, key))
@@ -163,22 +161,21 @@ def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]
 
 def decoder_layer_keys(config: DecoderConfig, key: jax.Array) -> jax.Array:
     """Return the keys `[num_hidden_layers]` of `init_decoder_layer`."""
-    check_config(config)
-    numbers = jnp.arange(1, config.num_hidden_layers + 1)
-    return jax.vmap(jax.random.fold_in, (None, 0))(as_key("key", key), numbers)
+    numbers = jnp.arange(1, config.num_hidden_layers + 1)  # 0 is that of `init_decoder_others`
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
 
 
 def init_decoder_layer(config: DecoderConfig, key: jax.Array) -> Params:
     """Return the random parameters of one layer."""
     layers, _ = decoder_shapes(config)
     one = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in layers.items()}
-    return _draw(config, as_key("key", key), one)
+    return _draw(config, key, one)
 
 
 def init_decoder_others(config: DecoderConfig, key: jax.Array) -> Params:
     """Return the random parameters outside the layers."""
     _, others = decoder_shapes(config)
-    return _draw(config, jax.random.fold_in(as_key("key", key), 0), others)
+    return _draw(config, jax.random.fold_in(key, 0), others)
 
 
 def _draw(config: DecoderConfig, key: jax.Array, shapes: Params) -> Params:

@@ -58,7 +58,8 @@ class Decoder(nnx.Module):
             tokens: integers `[N, T]` in `[0, vocab_size)`.
             positions: integers `[N, T]`, as in `decoder_functions`.
             segment_ids: integers `[N, T]`, as in `decoder_functions`.
-            apply_layers: ``apply_layers(layer, params, x, key) -> x``, by default `scan_layers`.
+            apply_layers: ``apply_layers(layer, params, x, key) -> x``, such as
+                `effjax.offload_scan`. By default a loop with all parameters in device memory.
 
         Returns:
             `[N, T, vocab_size]`, float32 (float64 if computed in float64).

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..ops._common.arguments import as_key
-
 Params = dict[str, Any]
 Layer = Callable[[Params, Any, jax.Array | None], Any]
 ApplyLayers = Callable[[Layer, Params, Any, jax.Array | None], Any]
@@ -31,11 +29,7 @@ def scan_layers(
 
     Returns:
         The output of the last layer.
-
-    Raises:
-        ValueError, TypeError: if `key` is not a key, or the leaves of `params` differ in L.
     """
-    key = None if key is None else as_key("key", key)
     num_layers = len(jax.tree.leaves(params)[0])
     # prevent_cse=False: the loop already keeps XLA from undoing the recomputation.
     apply_layer = jax.checkpoint(layer, prevent_cse=False) if remat else layer

@@ -46,7 +46,7 @@ _PLAIN = {"cpu": [], "cuda": ["effjax_cuda_devices"]}
 _DRIVERS = {12: 525, 13: 580}  # NVIDIA's first driver for a major version of CUDA
 
 
-__all__ = ["export_checks", "is_available", "set_default", "status"]
+__all__ = ["export_checks", "set_default", "status"]
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from .._names import missing_name as _missing_name
 
 _NAMES = {
-    "DataError": "errors",
     "FinetuneConfig": "text.config",
     "FinetunedModel": "text.finetune",
     "PreemptionError": "errors",
@@ -25,7 +24,6 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
-    from .errors import DataError as DataError
     from .errors import PreemptionError as PreemptionError
     from .errors import TrainError as TrainError
     from .text.config import FinetuneConfig as FinetuneConfig

@@ -5,10 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from effjax.memory import residual_bytes
-from effjax.models import scan_layers
+from effjax.models.scan import scan_layers
 from tests.tiers import vary
 
 KEY = jax.random.key(7)
@@ -59,8 +58,3 @@ def test_remat_keeps_only_inputs():
 
     hidden = 3 * 2 * 6 * 4  # bytes of the results of tanh
     assert kept(False) - kept(True) >= hidden
-
-
-def test_rejects_several_keys():
-    with pytest.raises(TypeError, match="^`key`"):
-        scan_layers(layer, PARAMS, X, jax.random.split(KEY, 2))

@@ -79,9 +79,8 @@ def finetune(
         The run and its result.
 
     Raises:
-        DataError: The data or the checkpoint cannot be read, or do not belong to each other.
-        TrainError: The options do not fit each other or the devices, the directory cannot be used,
-            or a loss is not finite.
+        TrainError: The options do not fit each other or the devices, the data, the checkpoint or
+            the directory cannot be used, or a loss is not finite.
         PreemptionError: A callback ended the run. It is saved, and `resume` continues it.
     """
     task = prepare(config, devices, resume=resume, loss=loss)

@@ -11,17 +11,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ...models import (
-    DecoderConfig,
+from ...models import DecoderConfig, decoder_functions, decoder_logits, decoder_shapes
+from ...models.decoder import (
+    CODES,
+    SCALES,
     DecoderFunctions,
-    decoder_functions,
+    Params,
     decoder_layer_keys,
-    decoder_logits,
-    decoder_shapes,
     init_decoder_layer,
     init_decoder_others,
 )
-from ...models.decoder import CODES, SCALES, Params
 from ...models.decoder_config import check_dropout
 from ...ops.offload import OffloadState, host_init, offload_scan, offload_train_step, to_device
 from ..errors import TrainError

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 from effjax import offload_jit
-from effjax.models import DecoderConfig, decoder_functions, scan_layers
+from effjax.models import DecoderConfig, decoder_functions
+from effjax.models.scan import scan_layers
 from effjax.ops.quantize import dequantize, quantize
 from effjax.train.mesh import global_batch, make_mesh
 from effjax.train.optimizers import make_optimizer
