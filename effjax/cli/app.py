@@ -13,8 +13,9 @@ from ..train.text.config import FinetuneConfig
 from . import errors
 from .chat import chat
 from .convert import convert
-from .generate import generate, merge
+from .generate import generate
 from .memory import memory_app
+from .merge import merge
 from .options import Command, command
 from .train import FinetuneRunOptions, finetune, train_app
 

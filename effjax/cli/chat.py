@@ -1,11 +1,11 @@
-"""`effjax chat`."""
+"""The command `effjax chat`."""
 
 import contextlib
+import itertools
 import signal
 import sys
-from collections.abc import Generator, Iterable
-from types import FrameType
-from typing import Annotated, Self
+from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 from typer import Option
 
@@ -47,7 +47,6 @@ def chat(
             "positions of the model if they are fewer)",
             min=2,
             max=MAX_COUNT,
-            show_default=False,
         ),
     ] = None,
     temperature: Temperature = 0.7,
@@ -69,18 +68,11 @@ def chat(
     from rich.console import Console
 
     from ..train.report import print_line
+    from ..train.text.decode import decode, printable_lines, split_stops
     from ..train.text.forms import Conversation
-    from ..train.text.generate import (
-        CONTENT,
-        ChatGenerator,
-        count_new_tokens,
-        count_positions,
-        decode,
-        find_model,
-        generation_mesh,
-        printable_lines,
-        split_stops,
-    )
+    from ..train.text.generate import count_positions, generate_tokens
+    from ..train.text.model import find_model, generation_mesh
+    from ..train.text.prompts import CONTENT, encode
 
     set_pinned_limit()
     devices = generation_mesh(mesh)
@@ -96,17 +88,15 @@ def chat(
     elif positions is not None and context > positions:
         raise TrainError(f"--context {context} must be at most {positions}, the model's positions.")
     stops, stop_tokens = split_stops(model.tokenizer, stop or ())
-    ids, ends = model.encode(CONTENT, system, True)
-    count_new_tokens(model, [ids], 1)  # checks the tokens of the template
+    _, ends = encode(model, CONTENT, system, True)
     options = make_options(
         model, min(max_tokens, context), temperature, top_k, top_p, stop_tokens | ends
     )
     console = Console(stderr=True)
     messages: list[dict[str, str]] = []
-    with explain_memory(offload, "a smaller --context"), Interrupt() as interrupt:
+    with explain_memory(offload, "a smaller --context"):
         layers, others, scale = load_params(model, offload, devices)
-        sampling = options(lora_scale=scale)
-        generator = ChatGenerator(model.config, sampling, layers, others, context, devices)
+        options = options._replace(lora_scale=scale)
         key, turn = jax.random.key(seed), 0
         while (text := read_message()) not in (None, "/exit"):
             assert text is not None
@@ -115,19 +105,23 @@ def chat(
                 continue
             conversation = [*messages, {"role": "user", "content": text}]
             try:
-                ids, _ = model.encode(Conversation(conversation), system, True)
+                ids, _ = encode(model, Conversation(conversation), system, True)
                 if len(ids) >= context:
                     raise TrainError(
                         f"the conversation has {len(ids)} tokens, and must have fewer than "
                         f"{context}. /clear starts a new one, or give a larger --context."
                     )
-                count_new_tokens(model, [ids], 1)
             except TrainError as error:  # such as a text that is not UTF-8
                 print_line(console, f"effjax: {error}")
                 continue
-            answer, turn_key = "", jax.random.fold_in(key, turn)
-            # Closed, because a stop ends the text before the tokens end.
-            with contextlib.closing(interrupt.stop(generator.answer(ids, turn_key))) as tokens:
+            # Few sizes: a program is compiled for each.
+            size = min(context, 1 << (len(ids) - 1).bit_length())
+            new_tokens = generate_tokens(
+                model.config, options, layers, others, ids, jax.random.fold_in(key, turn),
+                size=size, num_slots=context,
+            )  # fmt: skip
+            answer = ""
+            with until_ctrl_c(new_tokens) as tokens:
                 for piece in decode(model.tokenizer, tokens, stops):
                     answer += piece
                     print(printable_lines(piece), end="", flush=True)
@@ -135,37 +129,22 @@ def chat(
             messages, turn = [*conversation, {"role": "assistant", "content": answer}], turn + 1
 
 
-class Interrupt:
-    """A context in which Ctrl-C stops an answer.
+@contextlib.contextmanager
+def until_ctrl_c(tokens: Iterable[int]) -> Iterator[Iterator[int]]:
+    """Yield the tokens up to the first Ctrl-C; the second one is handled as outside of it."""
+    pressed = False
 
-    A second one during the answer raises KeyboardInterrupt, and so does one at any other time.
-    """
+    # A flag, because JAX loses exceptions that are raised while it compiles.
+    def receive(*_: object) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, handler)
 
-    def __init__(self) -> None:
-        self._answers = self._pressed = False
-
-    def __enter__(self) -> Self:
-        self._handler = signal.signal(signal.SIGINT, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._pressed or not self._answers:
-            raise KeyboardInterrupt
-        self._pressed = True
-
-    def stop(self, tokens: Iterable[int]) -> Generator[int]:
-        """Yield the tokens until Ctrl-C is pressed."""
-        self._answers, self._pressed = True, False
-        try:
-            for token in tokens:
-                yield token
-                if self._pressed:
-                    return
-        finally:
-            self._answers = self._pressed = False
+    handler = signal.signal(signal.SIGINT, receive)
+    try:
+        yield itertools.takewhile(lambda _: not pressed, tokens)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def read_message() -> str | None:

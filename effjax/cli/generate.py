@@ -1,9 +1,9 @@
-"""`effjax generate` and `effjax merge`, and the options of commands that generate."""
+"""The command `effjax generate`, and the options of commands that generate."""
 
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from .errors import CommandError
 
 if TYPE_CHECKING:
     from ..models.generate import Options
-    from ..train.text.generate import TextModel
+    from ..train.text.model import TextModel
     from ..train.text.prompts import Prompt
 
 GENERATED = "generated"  # the field of a row with the text
@@ -26,34 +26,20 @@ Checkpoint = Annotated[
     Argument(
         help="Folder of a Llama, Qwen, Gemma or other model in Hugging Face's layout, of a run "
         "of effjax finetune, or of a LoRA adapter; or the name of a model or an adapter on the "
-        "Hub.",
-        show_default=False,
+        "Hub."
     ),
 ]
 BaseModel = Annotated[
     str | None,
-    Option(
-        "--base",
-        help="The base model of an adapter. (default: the one that the adapter names)",
-        show_default=False,
-    ),
+    Option(help="The base model of an adapter. (default: the one that the adapter names)"),
 ]
 Template = Annotated[
     str | None,
-    Option(
-        "--chat-template",
-        help="A file with a chat template. (default: the checkpoint's)",
-        show_default=False,
-    ),
+    Option(help="A file with a chat template. (default: the checkpoint's)"),
 ]
 Stops = Annotated[
     list[str] | None,
-    Option(
-        "--stop",
-        help="End before this text. Can be repeated.",
-        metavar="TEXT",
-        show_default=False,
-    ),
+    Option(help="End before this text. Can be repeated."),
 ]
 MaxTokens = Annotated[
     int, Option(help="Largest number of tokens to generate.", min=1, max=MAX_COUNT)
@@ -83,9 +69,7 @@ Offload = Annotated[
 Devices = Annotated[
     str | None,
     Option(
-        "--mesh",
-        help="Shard the parameters over all devices, such as fsdp=4. (default: the first device)",
-        show_default=False,
+        help="Shard the parameters over all devices, such as fsdp=4. (default: the first device)"
     ),
 ]
 
@@ -94,26 +78,18 @@ def generate(
     checkpoint: Checkpoint,
     prompt: Annotated[
         list[str] | None,
-        Option(
-            help="The text to continue, or the message to answer. Can be repeated.",
-            metavar="TEXT",
-            show_default=False,
-        ),
+        Option(help="The text to continue, or the message to answer. Can be repeated."),
     ] = None,
     prompts: Annotated[
         Path | None,
         Option(
             help="A file of prompts: .txt with one in each line, or .jsonl whose rows have "
-            "`prompt` or `messages`.",
-            show_default=False,
+            "`prompt` or `messages`."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        Option(
-            help=f"Write the rows, with the texts as `{GENERATED}`, into this new .jsonl file.",
-            show_default=False,
-        ),
+        Option(help=f"Write the rows, with the texts as `{GENERATED}`, into this new .jsonl file."),
     ] = None,
     base: BaseModel = None,
     chat: Annotated[
@@ -122,7 +98,6 @@ def generate(
             "--chat/--no-chat",
             help="Send the prompt as a message, by the checkpoint's chat template. (default: if "
             "it has one)",
-            show_default=False,
         ),
     ] = None,
     chat_template: Template = None,
@@ -144,18 +119,14 @@ def generate(
     """
     import datetime
 
+    import jax
     from rich.console import Console
 
     from ..train.report import print_line
-    from ..train.text.generate import (
-        TokenGenerator,
-        count_new_tokens,
-        decode,
-        find_model,
-        generation_mesh,
-        printable_lines,
-        split_stops,
-    )
+    from ..train.text.decode import decode, printable_lines, split_stops
+    from ..train.text.generate import count_new_tokens, generate_tokens
+    from ..train.text.model import find_model, generation_mesh
+    from ..train.text.prompts import encode
 
     if chat_template is not None and chat is False:
         raise TrainError(f"--chat-template {chat_template} cannot be combined with --no-chat.")
@@ -170,17 +141,24 @@ def generate(
     if system is not None and not chat:
         raise TrainError("--system needs a chat template, and --chat.")
     stops, stop_tokens = split_stops(model.tokenizer, stop or ())
-    encoded = [model.encode(row.content, system, chat) for row in rows]
+    encoded = [encode(model, row.content, system, chat) for row in rows]
     tokens = [ids for ids, _ in encoded]
     options = make_options(
         model, count_new_tokens(model, tokens, max_tokens), temperature, top_k, top_p,
         stop_tokens.union(*(ends for _, ends in encoded)),
     )  # fmt: skip
+    # One size for all prompts, so that the programs are compiled once.
+    size = max(map(len, tokens))
     with explain_memory(offload, "a smaller --max-tokens"):
         layers, others, scale = load_params(model, offload, devices)
-        generator = TokenGenerator(model.config, options(lora_scale=scale), layers, others)
+        complete = functools.partial(
+            generate_tokens, model.config, options._replace(lora_scale=scale), layers, others,
+            size=size, num_slots=size + options.max_new_tokens,
+        )  # fmt: skip
+        key = jax.random.key(seed)
         texts = (
-            decode(model.tokenizer, ids, stops) for ids in generator.generate_each(tokens, seed)
+            decode(model.tokenizer, complete(ids, jax.random.fold_in(key, i)), stops)
+            for i, ids in enumerate(tokens)
         )
         if out is not None:
             _write(out, rows, texts)
@@ -240,19 +218,17 @@ def make_options(
     top_k: int | None,
     top_p: float | None,
     stop_tokens: set[int],
-) -> "Callable[..., Options]":
-    """Return a function of `lora_scale` that makes the options; raise TrainError."""
+) -> "Options":
+    """Return the options of `effjax.models.generate`, without an adapter; raise TrainError."""
     from ..models.generate import check_options
 
-    options = functools.partial(
-        check_options, model.config, max_new_tokens=max_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, stop_tokens=sorted(stop_tokens),
-    )  # fmt: skip
     try:
-        options()
+        return check_options(
+            model.config, max_new_tokens=max_tokens, temperature=temperature, top_k=top_k,
+            top_p=top_p, stop_tokens=sorted(stop_tokens),
+        )  # fmt: skip
     except ValueError as error:
         raise TrainError(str(error)) from error
-    return options
 
 
 def load_params(model: "TextModel", offload: bool, mesh: Any) -> tuple[Any, Any, float]:
@@ -276,46 +252,3 @@ def explain_memory(offload: bool, other: str) -> Iterator[None]:
         remedies: Sequence[str] = [other, "--mesh over several devices"]
         remedies = remedies if offload else ["--offload", *remedies]
         raise CommandError(f"out of device memory. Try {', or '.join(remedies)}.") from error
-
-
-def merge(
-    adapter: Annotated[
-        str,
-        Argument(
-            help="A LoRA adapter: its folder, a run of effjax finetune --lora, or a name on the "
-            "Hub.",
-            show_default=False,
-        ),
-    ],
-    out: Annotated[Path, Option(help="The folder of the new checkpoint.")],
-    base: Annotated[
-        str | None,
-        Option(help="The base model. (default: the one that the adapter names)"),
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        Option(help="Dtype of the parameters. (default: the base model's)"),
-    ] = None,
-) -> None:
-    """Add an adapter to the weights of its base model, as a checkpoint.
-
-    The model must fit on the first device. JAX_PLATFORMS=cpu uses the host memory instead.
-    """
-    import datetime
-
-    from rich.console import Console
-
-    from ..train.report import print_line
-    from ..train.text.generate import find_model
-    from ..train.text.generate import merge as write
-
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise TrainError(f"--out {out}: exists and is not empty. Give another folder.")
-    model = find_model(adapter, dtype, datetime.date.today(), base)
-    if model.adapter is None:
-        raise TrainError(f"{adapter}: a checkpoint, not a LoRA adapter.")
-    try:
-        write(model, out)
-    except OSError as error:
-        raise TrainError(f"--out {out}: cannot be written ({error.strerror or error}).") from error
-    print_line(Console(), f"written: {out}")

@@ -35,6 +35,8 @@ from .decoder import (
 )
 from .decoder_config import DecoderConfig, check_config
 
+CACHES = "keys_cache", "values_cache"  # names in the input of a layer
+
 
 class Generation(NamedTuple):
     """Generated tokens.
@@ -63,8 +65,7 @@ class Options(NamedTuple):
 class State(NamedTuple):
     """State of a generation between two tokens.
 
-    The token at position t of a row is in slot t of its caches. The number of slots S is the length
-    of the padded prompts plus `max_new_tokens`.
+    The token at position t of a row is in slot t of its caches, which have S slots.
     """
 
     tokens: jax.Array  # [N, max_new_tokens]
@@ -73,8 +74,7 @@ class State(NamedTuple):
     is_done: jax.Array  # [N]
     prompt_lengths: jax.Array  # [N]
     keys: jax.Array  # [N], PRNG keys
-    keys_cache: jax.Array  # [L, N, S, kv_heads, head_dim]
-    values_cache: jax.Array
+    caches: Params  # of `CACHES`: [L, N, S, kv_heads, head_dim]
 
 
 def generate(
@@ -129,15 +129,9 @@ def generate(
         ValueError: for options outside their ranges, mismatched shapes, and a missing key.
     """
     options = check_options(
-        config,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_tokens=stop_tokens,
-        dtype=dtype,
-        lora_scale=lora_scale,
-    )
+        config, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
+        stop_tokens=stop_tokens, dtype=dtype, lora_scale=lora_scale,
+    )  # fmt: skip
     tokens = as_array("tokens", tokens, jnp.integer)
     if tokens.ndim != 2 or not tokens.size:
         raise ValueError(f"`tokens` of shape {tokens.shape} must be [N, T], and not empty.")
@@ -183,7 +177,9 @@ def _compile(config: DecoderConfig, options: Options) -> Callable[..., Generatio
     """Return the compiled function of arrays. Inside of a trace, it is not compiled separately."""
 
     def run(layers, others, tokens, lengths, key) -> Generation:
-        state = start(config, options, layers, others, tokens, lengths, key)
+        # The longest row needs a slot for each token of its prompt and each new one.
+        num_slots = tokens.shape[1] + options.max_new_tokens
+        state = start(config, options, num_slots, layers, others, tokens, lengths, key)
         state = lax.while_loop(
             lambda state: (state.count < options.max_new_tokens) & ~state.is_done.all(),
             lambda state: advance(config, options, state, layers, others),
@@ -197,16 +193,25 @@ def _compile(config: DecoderConfig, options: Options) -> Callable[..., Generatio
 def start(
     config: DecoderConfig,
     options: Options,
+    num_slots: int,
     layers: Params,
     others: Params,
     tokens: jax.Array,
     lengths: jax.Array,
     key: jax.Array,
 ) -> State:
-    """Run the prompts, and generate the first token of each row."""
+    """Run the prompts [N, T], and generate the first token of each row."""
     n, t = tokens.shape
-    state = empty_state(config, options, layers, n, t + options.max_new_tokens)
-    state = _begin_rows(state, lengths, key)
+    shape = config.num_hidden_layers, n, num_slots, config.num_key_value_heads, config.head_dim
+    state = State(
+        tokens=jnp.zeros((n, options.max_new_tokens), jnp.int32),
+        count=jnp.int32(0),
+        lengths=jnp.zeros(n, jnp.int32),
+        is_done=jnp.zeros(n, bool),
+        prompt_lengths=lengths,
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n)),
+        caches={name: jnp.zeros(shape, options.dtype) for name in CACHES},
+    )
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, x: Params) -> tuple[jax.Array, Params]:
         y, x = attend_to_tokens(config, None, q, k, v, x)
@@ -217,43 +222,6 @@ def start(
     positions = jnp.broadcast_to(jnp.arange(t), (n, t))
     x, state = _run_layers(config, options, attend, state, layers, others, tokens, positions)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], 1)
-    return _append(options, state, decoder_logits(config, others, last)[:, 0])
-
-
-def extend(
-    config: DecoderConfig,
-    options: Options,
-    state: State,
-    layers: Params,
-    others: Params,
-    tokens: jax.Array,
-    first: jax.Array,
-    lengths: jax.Array,
-    key: jax.Array,
-) -> State:
-    """Run a part of the prompts, and generate the first token of each row after it.
-
-    The caches of the state hold the tokens before the part, which may be those of another prompt
-    with the same beginning.
-
-    Args:
-        config: the configuration.
-        options: the options.
-        state: a state, such as `empty_state`.
-        layers: the parameters of the layers.
-        others: the other parameters.
-        tokens: the part, integers `[N, T]`, padded at the end.
-        first: [], the position of its first token.
-        lengths: integers `[N]`, the lengths of the prompts up to the end of the part.
-        key: a PRNG key.
-    """
-    n, t = tokens.shape
-    state = _begin_rows(state, lengths, key)
-    # Padding may be beyond the last slot; what would be written there is dropped.
-    positions = jnp.broadcast_to(first + jnp.arange(t), (n, t))
-    attend = functools.partial(_attend_with_cache, config)
-    x, state = _run_layers(config, options, attend, state, layers, others, tokens, positions)
-    last = jnp.take_along_axis(x, (lengths - first - 1)[:, None, None], 1)
     return _append(options, state, decoder_logits(config, others, last)[:, 0])
 
 
@@ -268,54 +236,17 @@ def advance(
     return _append(options, state, decoder_logits(config, others, x)[:, 0])
 
 
-def empty_state(
-    config: DecoderConfig, options: Options, layers: Params, num_rows: int, num_slots: int
-) -> State:
-    """Return the state before a prompt, with caches of zeros."""
-    num_layers = len(jax.tree.leaves(layers)[0])
-    shape = num_layers, num_rows, num_slots, config.num_key_value_heads, config.head_dim
-    return State(
-        tokens=jnp.zeros((num_rows, options.max_new_tokens), jnp.int32),
-        count=jnp.int32(0),
-        lengths=jnp.zeros(num_rows, jnp.int32),
-        is_done=jnp.zeros(num_rows, bool),
-        prompt_lengths=jnp.zeros(num_rows, jnp.int32),
-        keys=jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.arange(num_rows)),
-        keys_cache=jnp.zeros(shape, options.dtype),
-        values_cache=jnp.zeros(shape, options.dtype),
-    )
-
-
-def _begin_rows(state: State, lengths: jax.Array, key: jax.Array) -> State:
-    """Return the state without generated tokens, for prompts of these lengths."""
-    n = state.tokens.shape[0]
-    return state._replace(
-        tokens=jnp.zeros_like(state.tokens),
-        count=jnp.int32(0),
-        lengths=jnp.zeros_like(state.lengths),
-        is_done=jnp.zeros_like(state.is_done),
-        prompt_lengths=lengths,
-        keys=jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n)),
-    )
-
-
 def _attend_with_cache(
     config: DecoderConfig, q: jax.Array, k: jax.Array, v: jax.Array, x: Params
 ) -> tuple[jax.Array, Params]:
     x = _write_caches(x, k, v)
     keys, values = (
-        lax.dynamic_index_in_dim(x[name], x["layer"], 0, keepdims=False)
-        for name in ("keys_cache", "values_cache")
+        lax.dynamic_index_in_dim(x[name], x["layer"], 0, keepdims=False) for name in CACHES
     )
     y = attend_to_cache(
-        q,
-        keys,
-        values,
-        x["positions"],
-        window=window_of_layer(config, x),
-        scale=config.attention_scale,
-        softcap=config.attn_logit_softcapping,
-    )
+        q, keys, values, x["positions"], window=window_of_layer(config, x),
+        scale=config.attention_scale, softcap=config.attn_logit_softcapping,
+    )  # fmt: skip
     return y, x
 
 
@@ -331,15 +262,11 @@ def _run_layers(
 ) -> tuple[jax.Array, State]:
     """Return the last layer's output [N, T, hidden_size], and the state with its new caches."""
     # Rows have the length of the caches from the first token on, which selects long frequencies.
-    config = with_length(config, state.keys_cache.shape[2])
+    config = with_length(config, state.caches[CACHES[0]].shape[2])
     embed = decoder_functions(config, dtype=options.dtype).embed
     x = embed(others, {"tokens": tokens, "positions": positions})
     # The caches are carried from layer to layer, so that each layer updates them in place.
-    x |= {
-        "layer": jnp.int32(0),
-        "keys_cache": state.keys_cache,
-        "values_cache": state.values_cache,
-    }
+    x |= {"layer": jnp.int32(0), **state.caches}
 
     def layer(params: Params, x: Params, key: Any = None) -> Params:
         return apply_layer(config, attend, None, Lora(options.lora_scale), params, x)
@@ -348,45 +275,31 @@ def _run_layers(
         x = offload_scan(layer, layers, x)
     else:
         x, _ = lax.scan(lambda x, params: (layer(params, x), None), x, layers)
-    caches = {name: x[name] for name in ("keys_cache", "values_cache")}
-    return x["hidden"], state._replace(**caches)
+    return x["hidden"], state._replace(caches={name: x[name] for name in CACHES})
 
 
 def _write_caches(x: Params, k: jax.Array, v: jax.Array) -> Params:
     """Write keys and values [N, T, kv_heads, head_dim] to the slots of their positions."""
     at = x["layer"], jnp.arange(len(k))[:, None], x["positions"]
-    written = {
-        name: x[name].at[at].set(a, unique_indices=True)
-        for name, a in (("keys_cache", k), ("values_cache", v))
-    }
-    return {**x, **written}
+    written = zip(CACHES, (k, v), strict=True)
+    return x | {name: x[name].at[at].set(a, unique_indices=True) for name, a in written}
 
 
 def attend_to_cache(
-    q: jax.Array,
-    k: jax.Array,
+    q: jax.Array,  # [N, T, H, D]
+    k: jax.Array,  # [N, S, K, D]
     v: jax.Array,
-    positions: jax.Array,
+    positions: jax.Array,  # [N, T], of the queries
     *,
     window: Any,
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """Return the attention of queries to the slots up to their positions.
+    """Return the attention [N, T, H, D] of queries to the slots up to their positions.
 
-    Args:
-        q: [N, T, H, D].
-        k: the keys [N, S, K, D].
-        v: the values [N, S, K, D].
-        positions: the positions [N, T] of the queries.
-        window: the number of slots, up to that of its position, that a query attends to, an integer
-            or an array []. None means all.
-        scale: factor of the scores.
-        softcap: their bound, or None.
-
-    Returns:
-        [N, T, H, D].
+    `window`, an integer or an array [], limits them to the last slots. None means all.
     """
+    # `dot_product_attention` has no positions by row, and the scores of a single query are few.
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     wide = accumulation_dtype(q)
     scores = jnp.einsum("ntkgd,nskd->nkgts", grouped, k, preferred_element_type=wide)

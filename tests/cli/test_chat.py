@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from effjax.train.text.generate import printable_lines
+from effjax.train.text.decode import printable_lines
 from effjax.train.text.tiny import write_checkpoint
 
 OPTIONS = "--max-tokens", "9", "--temperature", "0"

@@ -10,14 +10,10 @@ from effjax import convert
 from effjax.models import DecoderConfig, decoder_shapes, generate
 from effjax.train.errors import TrainError
 from effjax.train.text.chat import load_tokenizer
-from effjax.train.text.generate import (
-    count_new_tokens,
-    decode,
-    find_model,
-    generation_mesh,
-    printable_lines,
-    split_stops,
-)
+from effjax.train.text.decode import decode, printable_lines, split_stops
+from effjax.train.text.generate import count_new_tokens
+from effjax.train.text.model import find_model, generation_mesh
+from effjax.train.text.prompts import encode
 from effjax.train.text.tiny import CHATML, write_checkpoint
 from tests.tiers import vary
 
@@ -136,8 +132,8 @@ def test_runs_and_adapters(run, refused, base, tmp_path):
         (["base", "--no-chat", "--prompt", ""], "An empty prompt needs"),
         (["plain", "--chat"], "--chat needs a chat template, which"),
         (["small"], "belong to different models. Token"),
-        (["base", "--prompt", "a\udcff"], "`prompt` must be UTF-8"),
-        (["base", "--system", "a\udcff"], "`system` must be UTF-8"),
+        (["base", "--prompt", "a\udcff"], "The prompt must be UTF-8"),
+        (["base", "--system", "a\udcff"], "--system must be UTF-8"),
         (["eos"], "`eos_token_id` (=2147483648) must be below `vocab_size`"),
         (["x" * 300], "xx…: the name is too long. Use a shorter one."),
     ],
@@ -258,8 +254,8 @@ def test_settings_of_the_files(base):
     change(base / "config.json", eos_token_id=5)
     model = find_model(base, None, TODAY)
     ids = [model.tokenizer.backend.token_to_id(name) for name in ("</s>", "<|im_end|>")]
-    assert model.encode(PROMPT, None, chat=False)[1] == {5, 7, 9, ids[0]}
-    assert model.encode(PROMPT, None, chat=True)[1] == {5, 7, 9, *ids}
+    assert encode(model, PROMPT, None, chat=False)[1] == {5, 7, 9, ids[0]}
+    assert encode(model, PROMPT, None, chat=True)[1] == {5, 7, 9, *ids}
     assert count_new_tokens(model, [[1] * 60, [1]], 100) == 4
     assert count_new_tokens(model, [[1] * 60, [1]], 3) == 3
     change(base / "config.json", max_position_embeddings=None)

@@ -76,7 +76,7 @@ class Base:
 
     def check(self, layers: Any, others: Any) -> None:
         """Raise DataError unless the files have tensors of these shapes."""
-        _convert_errors(self.folder, check_checkpoint, layers, others, ignore=self._ignored)
+        convert_errors(self.folder, check_checkpoint, layers, others, ignore=self._ignored)
         self._check_tied_head()
 
     def load(
@@ -88,7 +88,7 @@ class Base:
             DataError: The files cannot be read, or are those of another model.
         """
         self._check_tied_head()
-        return _convert_errors(
+        return convert_errors(
             self.folder, load_checkpoint, layers, others, ignore=self._ignored, progress=progress
         )
 
@@ -108,7 +108,7 @@ class Base:
 
     @functools.cached_property
     def _has_other_head(self) -> bool:
-        return _convert_errors(self.folder, differ, HEAD, EMBEDDING)
+        return convert_errors(self.folder, differ, HEAD, EMBEDDING)
 
     @property
     def tokenizer_files(self) -> list[Path]:
@@ -142,7 +142,7 @@ def load_adapters(name: str, shapes: Any, scale: float) -> dict[str, Any]:
         DataError: They cannot be read, or have other shapes or another scale.
     """
     folder = find_adapter(name)
-    arrays, stored = _convert_errors(folder, load_adapter, shapes)
+    arrays, stored = convert_errors(folder, load_adapter, shapes)
     if not math.isclose(stored, scale, rel_tol=1e-6):
         raise DataError(
             f"{folder}: its matrices are multiplied by {stored:g}, not by {scale:g}. Leave out "
@@ -153,10 +153,11 @@ def load_adapters(name: str, shapes: Any, scale: float) -> dict[str, Any]:
 
 def read_adapter(name: str) -> AdapterOptions:
     """Return the options of an adapter; raise DataError."""
-    return _convert_errors(find_adapter(name), read_adapter_options)
+    return convert_errors(find_adapter(name), read_adapter_options)
 
 
-def _convert_errors(folder: Path, function: Callable, *args: Any, **options: Any) -> Any:
+def convert_errors(folder: Path, function: Callable, *args: Any, **options: Any) -> Any:
+    """Call a function of `effjax.convert` on a folder; raise its errors as DataError."""
     try:
         return function(folder, *args, **options)
     except ValueError as error:

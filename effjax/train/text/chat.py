@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..._extras import install_command
-from ..errors import DataError, check_regular, counted, quoted, unreadable
+from ..errors import DataError, counted, quoted
+from .files import read_json, read_text
 
 Spans = tuple[tuple[int, int], ...]  # of characters: first, last + 1
 Message = Mapping[str, Any]
@@ -199,7 +200,7 @@ def load_tokenizer(
 
     folder = Path(folder)
     file = folder / "tokenizer.json"
-    content = _read(file)
+    content = read_text(file)
     try:
         backend: Any = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # tokenizers raises no other type
@@ -209,7 +210,7 @@ def load_tokenizer(
     backend.no_padding()
 
     file = folder / "tokenizer_config.json"
-    config = _parse_config(file)
+    config = read_json(file)
     variables = {
         name: text
         for name, token in config.items()
@@ -227,30 +228,10 @@ def load_tokenizer(
     # Byte-level processors would also shorten the offsets of tokens by their spaces.
     backend.post_processor = tokenizers.processors.Sequence([])
 
-    source = _find_template(folder, config) if template is None else _read(Path(template))
+    source = _find_template(folder, config) if template is None else read_text(Path(template))
     compiled = None if source is None else _compile(source, today)
     marks_generation = source is not None and bool(GENERATION_TAG.search(source))
     return Tokenizer(backend, beginning, end, compiled, marks_generation, variables)
-
-
-def _read(file: Path) -> str:
-    check_regular(file)
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: is not UTF-8 ({error.reason})") from error
-
-
-def _parse_config(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not JSON ({quoted(error)})") from error
-    if not isinstance(config, dict):
-        raise DataError(f"{file}: must contain a JSON object")
-    return config
 
 
 def _added_tokens(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -266,7 +247,7 @@ def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
     """Return the source of the chat template."""
     file = folder / CHAT_TEMPLATE
     if file.exists():
-        return _read(file)
+        return read_text(file)
     source = config.get("chat_template")
     if isinstance(source, list):  # several, by name
         named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}

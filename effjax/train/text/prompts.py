@@ -1,13 +1,16 @@
-"""Files of prompts."""
+"""Prompts: their files, and their tokens."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import DataError, check_regular, quoted, unreadable
+from ..errors import DataError, TrainError, quoted
+from .files import read_json, read_text
 from .forms import Conversation, RowReader
+from .model import TextModel
 from .sources import read_rows
 
 SUFFIXES = ".txt", ".jsonl"
+CONTENT = "effjax-turn"  # content of a turn; no template contains this text
 
 
 class Prompt(NamedTuple):
@@ -60,16 +63,81 @@ def read_prompt_file(file: Path) -> tuple[list[Prompt], list[str]]:
 
 
 def read_lines(file: Path) -> list[str]:
-    """Return the lines of a text file that are not empty.
+    """Return the lines of a text file that are not empty; raise DataError if it is unreadable."""
+    return [line for line in map(str.strip, read_text(file).splitlines()) if line]
+
+
+def encode(
+    model: TextModel, prompt: str | Conversation, system: str | None, chat: bool
+) -> tuple[list[int], set[int]]:
+    """Return the tokens of a prompt, and those that end its completion.
+
+    Args:
+        model: The model.
+        prompt: The text to continue, the message of the user, or a conversation.
+        system: The message of the system, if there is one.
+        chat: Whether to render the messages with the chat template.
 
     Raises:
-        DataError: It cannot be read.
+        DataError: The template does not accept the messages, or the model lacks a token.
+        TrainError: A conversation needs a template, or has a message of the system already. A text
+            has no tokens.
     """
-    check_regular(file)
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise unreadable(file, error) from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: is not UTF-8 ({error.reason})") from error
-    return [line for line in lines if line]
+    tokenizer, stops = model.tokenizer, _stop_tokens(model)
+    if isinstance(prompt, str):
+        conversation = Conversation([{"role": "user", "content": prompt}])
+    elif chat:
+        conversation = prompt
+    else:
+        raise TrainError("A list of messages needs a chat template, and --chat.")
+    messages = [*conversation.messages]
+    contents = [("The prompt", message.get("content")) for message in messages]
+    for name, text in (*contents, ("--system", system)):
+        if text is not None and text.encode(errors="ignore").decode() != text:
+            raise TrainError(f"{name} must be UTF-8.")
+    if chat:
+        if system is not None:
+            if messages[0]["role"] == "system":
+                raise TrainError("--system is given, and a conversation has a message of its own.")
+            messages.insert(0, {"role": "system", "content": system})
+        options: Any = {"tools": conversation.tools, "variables": conversation.variables}
+        tokens = _encode(model, tokenizer.render(messages, add_generation_prompt=True, **options))
+        # Templates may end a turn by another token than EOS: that after the content of an answer.
+        answer = {"role": "assistant", "content": CONTENT}
+        turn = tokenizer.render([*messages, answer], **options)
+        after = _encode(model, turn.rpartition(CONTENT)[2])[:1]
+        stops |= tokenizer.special_tokens.intersection(after)
+    else:
+        assert isinstance(prompt, str)
+        tokens = [*tokenizer.beginning, *_encode(model, prompt)]
+    if not tokens:
+        raise TrainError("An empty prompt needs a tokenizer with a BOS token. Give a text.")
+    if max(tokens) >= model.config.vocab_size:
+        raise DataError(
+            f"{model.base.folder}: its tokenizer and its config.json belong to different models. "
+            f"Token {max(tokens)} of the prompt is not below `vocab_size` "
+            f"(={model.config.vocab_size})."
+        )
+    return tokens, stops
+
+
+def _encode(model: TextModel, text: str) -> list[int]:
+    return model.tokenizer.backend.encode(text, add_special_tokens=False).ids
+
+
+def _stop_tokens(model: TextModel) -> set[int]:
+    """Return the EOS tokens of the tokenizer, config.json and generation_config.json."""
+    tokens, settings = set(model.tokenizer.end), [model.settings]
+    if (file := model.base.folder / "generation_config.json").is_file():
+        settings.append(read_json(file))
+    for content in settings:
+        eos = content.get("eos_token_id")
+        values = eos if isinstance(eos, list) else [eos]
+        tokens |= {token for token in values if type(token) is int and token >= 0}
+    # One beyond the vocabulary is never generated, but one beyond 32 bits fails in JAX.
+    if max(tokens, default=0) >= 2**31:
+        raise DataError(
+            f"{model.base.folder}: `eos_token_id` (={max(tokens)}) must be below `vocab_size` "
+            f"(={model.config.vocab_size})."
+        )
+    return tokens

@@ -1,34 +1,28 @@
 """Texts that a model generates at each validation of a run."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...models.generate import generate
+from ...models.generate import Generation, generate
 from ...ops.offload import offload_jit, to_device
 from ..errors import DataError
 from ..mesh import replicated
 from .base import Base
 from .chat import Tokenizer
 from .config import SAMPLE_TOKENS, FinetuneConfig
-from .generate import TextModel, count_new_tokens, decode, printable_lines
+from .decode import decode, printable_lines
+from .generate import count_new_tokens, pad_prompts
 from .learner import DecoderLearner, DecoderState
-from .prompts import read_lines
+from .model import TextModel
+from .prompts import encode, read_lines
 
 MAX_PROMPTS = 100  # all are generated at once
-
-
-class Sample(NamedTuple):
-    """A generated text."""
-
-    prompt: str
-    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,39 +45,37 @@ class Samples:
     temperature: float
     tokenizer: Tokenizer
 
-    def make(self, learner: DecoderLearner, seed: int) -> Callable[[DecoderState], list[Sample]]:
-        """Return a function that completes the prompts with the parameters of a state."""
-        size = max(map(len, self.tokens))
-        tokens = np.zeros((len(self.tokens), size), np.int32)
-        for row, prompt in zip(tokens, self.tokens, strict=True):
-            row[: len(prompt)] = prompt
-        lengths = np.array([len(prompt) for prompt in self.tokens], np.int32)
-        run = functools.partial(
-            generate, learner.model, max_new_tokens=self.max_tokens, temperature=self.temperature,
-            stop_tokens=self.stop_tokens, dtype=learner.dtype, lora_scale=learner.lora_scale,
-        )  # fmt: skip
+    def make(
+        self, learner: DecoderLearner, seed: int
+    ) -> Callable[[DecoderState], list[dict[str, str]]]:
+        """Return a function that completes the prompts with the parameters of a state.
 
-        def complete(layers: Any, others: Any, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # Each process reads the tokens.
-            key = jax.random.fold_in(jax.random.key(seed), step)
-            done = run(
-                layers, to_device(others), jnp.asarray(tokens), lengths=jnp.asarray(lengths),
-                key=key,
+        Its result has a dict for each prompt, of the "prompt" and the "text".
+        """
+        tokens, lengths = pad_prompts(self.tokens, max(map(len, self.tokens)))
+
+        def complete(layers: Any, others: Any, step: jax.Array) -> Generation:
+            done = generate(
+                learner.model, layers, to_device(others), jnp.asarray(tokens),
+                lengths=jnp.asarray(lengths), max_new_tokens=self.max_tokens,
+                temperature=self.temperature, stop_tokens=self.stop_tokens,
+                key=jax.random.fold_in(jax.random.key(seed), step), dtype=learner.dtype,
+                lora_scale=learner.lora_scale,
             )  # fmt: skip
-            place = replicated(learner.mesh)
-            return tuple(jax.lax.with_sharding_constraint(a, place) for a in done)
+            # Each process reads the tokens.
+            return jax.lax.with_sharding_constraint(done, replicated(learner.mesh))
 
         compiled = offload_jit(complete, donate=False)
 
-        def sample(state: DecoderState) -> list[Sample]:
-            rows, counts = map(
-                np.asarray, compiled(state.model.layers, state.model.others, state.step)
+        def sample(state: DecoderState) -> list[dict[str, str]]:
+            done = compiled(state.model.layers, state.model.others, state.step)
+            texts = (
+                printable_lines("".join(decode(self.tokenizer, row[:count].tolist())))
+                for row, count in zip(*map(np.asarray, done), strict=True)
             )
             return [
-                Sample(
-                    prompt, printable_lines("".join(decode(self.tokenizer, row[:count].tolist())))
-                )
-                for prompt, row, count in zip(self.prompts, rows, counts, strict=True)
+                {"prompt": prompt, "text": text}
+                for prompt, text in zip(self.prompts, texts, strict=True)
             ]
 
         return sample
@@ -106,7 +98,7 @@ def read_prompts(config: FinetuneConfig, base: Base, tokenizer: Tokenizer) -> Sa
             f"{len(prompts)}."
         )
     model = TextModel(base, None, tokenizer)
-    encoded = [model.encode(text, None, tokenizer.template is not None) for text in prompts]
+    encoded = [encode(model, text, None, tokenizer.template is not None) for text in prompts]
     tokens = [ids for ids, _ in encoded]
     stop_tokens = sorted(set().union(*(ends for _, ends in encoded)))
     max_tokens = count_new_tokens(model, tokens, config.sample_tokens or SAMPLE_TOKENS)

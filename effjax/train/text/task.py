@@ -310,7 +310,7 @@ class TextTask(Task[TextResult]):
         if self.samples is None:
             return super().make_sample()
         sample = self.samples.make(self.learner, self.config.seed)
-        return lambda state: {SAMPLES: [one._asdict() for one in sample(state)]}
+        return lambda state: {SAMPLES: sample(state)}
 
     def batches(self, done: int) -> Iterator[Batch]:
         size, seed = self.config.batch_size, self.config.seed

@@ -7,7 +7,7 @@ import pytest
 
 from effjax.train.errors import DataError
 from effjax.train.text.base import find_base
-from effjax.train.text.generate import find_model
+from effjax.train.text.model import find_model
 from effjax.train.text.sources import read_rows
 from tests.train.text.hub import COMMIT, serve
 from tests.train.text.small import finetune_task

@@ -15,7 +15,10 @@ from effjax.models import DecoderConfig, decoder_shapes, generate
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import DataError, PreemptionError, TrainError
 from effjax.train.loop import fit
-from effjax.train.text.generate import decode, find_model, merge, printable_lines
+from effjax.train.text.decode import decode, printable_lines
+from effjax.train.text.merge import merge
+from effjax.train.text.model import find_model
+from effjax.train.text.prompts import encode
 from tests.tiers import vary
 from tests.train.small import CachedTask, lm_task, new_run
 from tests.train.text.small import check_resume, finetune_task, write_base
@@ -136,7 +139,7 @@ def test_samples(base, tmp_path, form):
     assert first != last
     model = find_model(run.path, None, TODAY)
     layers, others, scale = model.load(offload=False)
-    prompt, ends = model.encode("2 + 3?", None, chat=True)
+    prompt, ends = encode(model, "2 + 3?", None, chat=True)
     tokens, lengths = generate(
         model.config, layers, others, np.array([prompt]), max_new_tokens=7,
         stop_tokens=sorted(ends), lora_scale=scale,

@@ -1,0 +1,48 @@
+"""Merging of a LoRA adapter into the weights of its base model."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from ...convert import save_checkpoint
+from .chat import CHAT_TEMPLATE
+from .model import TextModel
+
+
+def merge(model: TextModel, folder: Path) -> None:
+    """Write the checkpoint of a model with its adapter added to the weights, as W + scale · B A.
+
+    Each product is added in float32 and rounded to the dtype of the parameters once.
+
+    Args:
+        model: A model with an adapter, from `find_model`.
+        folder: Where to write; must not exist or be empty.
+
+    Raises:
+        DataError: The files cannot be read, or do not belong to each other.
+        OSError: The folder cannot be written.
+    """
+    layers, others, scale = model.load(offload=False)
+    for name in [name for name in layers if name.endswith(".lora_A.weight")]:
+        module = name.removesuffix(".lora_A.weight")
+        a, b = layers.pop(name), layers.pop(f"{module}.lora_B.weight")
+        layers[f"{module}.weight"] = _add_product(layers[f"{module}.weight"], a, b, scale)
+    files = {file.name: file for file in model.base.tokenizer_files}
+    # The adapter was trained with this template.
+    if model.adapter is not None and (template := model.adapter / CHAT_TEMPLATE).is_file():
+        files[CHAT_TEMPLATE] = template
+    save_checkpoint(folder, layers, others, model.config.to_json(), copied_files=files)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add_product(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    # One layer at a time: a product in float32 is as large as the layer.
+    def add(_: None, arrays: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        weight, a, b = arrays
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        product = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
+        return None, (weight.astype(jnp.float32) + scale * product).astype(weight.dtype)
+
+    return jax.lax.scan(add, None, (weight, a, b))[1]
