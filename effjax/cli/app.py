@@ -11,9 +11,9 @@ import typer
 from .._version import __version__
 from ..train.text.config import FinetuneConfig
 from . import errors
-from .chat import chat
+from .chat import ChatOptions, chat
 from .convert import convert
-from .generate import generate
+from .generate import GenerateOptions, generate
 from .memory import memory_app
 from .merge import merge
 from .options import Command, command
@@ -93,9 +93,9 @@ def doctor(
 
 # `Command` lays out the help of commands with many options.
 app.command("convert", cls=Command)(convert)
-app.command("generate", cls=Command)(generate)
-app.command("chat", cls=Command)(chat)
 app.command("merge", cls=Command)(merge)
+command(app, "generate", GenerateOptions)(generate)
+command(app, "chat", ChatOptions)(chat)
 command(app, "finetune", FinetuneConfig, FinetuneRunOptions)(finetune)
 app.add_typer(memory_app, name="memory")
 app.add_typer(train_app, name="train")

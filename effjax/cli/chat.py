@@ -1,69 +1,39 @@
 """The command `effjax chat`."""
 
 import contextlib
+import dataclasses
 import itertools
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Annotated
+from typing import Any
 
-from typer import Option
-
-from ..train.config import MAX_COUNT
+from ..train.config import MAX_COUNT, Check, inherit, option
 from ..train.errors import TrainError
-from ..train.host_memory import set_pinned_limit
-from .generate import (
-    BaseModel,
-    Checkpoint,
-    Devices,
-    Dtype,
-    MaxTokens,
-    Offload,
-    Seed,
-    Stops,
-    Temperature,
-    Template,
-    TopK,
-    TopP,
-    explain_memory,
-    load_params,
-    make_options,
-)
+from .generation import GenerationOptions
 
 CONTEXT = 4096  # tokens of a conversation
 
 
-def chat(
-    checkpoint: Checkpoint,
-    base: BaseModel = None,
-    chat_template: Template = None,
-    system: Annotated[str | None, Option(help="System message before the conversation.")] = None,
-    stop: Stops = None,
-    max_tokens: MaxTokens = 1000,
-    context: Annotated[
-        int | None,
-        Option(
-            help=f"Tokens of a conversation, with its answers. (default: {CONTEXT}, or the "
-            "positions of the model if they are fewer)",
-            min=2,
-            max=MAX_COUNT,
-        ),
-    ] = None,
-    temperature: Temperature = 0.7,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    offload: Offload = False,
-    mesh: Devices = None,
-) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatOptions(GenerationOptions):
+    """Options of `effjax chat`."""
+
+    max_tokens: int = inherit(GenerationOptions, "max_tokens", default=1000)
+    context: int | None = option(
+        None,
+        help=f"Tokens of a conversation, with its answers. (default: {CONTEXT}, or the positions "
+        "of the model if they are fewer)",
+        check=Check(f"be between 2 and {MAX_COUNT}", lambda value: 2 <= value <= MAX_COUNT),
+    )
+
+
+def chat(given: dict[str, Any]) -> None:
     """Talk with a language model.
 
     A message is one line. Answers are printed while they are generated. Ctrl-C stops an answer,
     Ctrl-D or /exit ends, and /clear starts a new conversation.
     """
-    import datetime
-
     import jax
     from rich.console import Console
 
@@ -71,33 +41,29 @@ def chat(
     from ..train.text.decode import decode, printable_lines, split_stops
     from ..train.text.forms import Conversation
     from ..train.text.generate import count_positions, generate_tokens
-    from ..train.text.model import find_model, generation_mesh
     from ..train.text.prompts import CONTENT, encode
 
-    set_pinned_limit()
-    devices = generation_mesh(mesh)
-    model = find_model(checkpoint, dtype, datetime.date.today(), base, chat_template)
+    options = ChatOptions(**given)
+    model = options.find_model()
     if model.tokenizer.template is None:
         raise TrainError(
             f"{model.base.folder}: lacks a chat template. Give one with --chat-template, or use "
             "effjax generate."
         )
     positions = count_positions(model)
-    if context is None:
-        context = min(CONTEXT, positions or CONTEXT)
-    elif positions is not None and context > positions:
+    context = options.context or min(CONTEXT, positions or CONTEXT)
+    if positions is not None and context > positions:
         raise TrainError(f"--context {context} must be at most {positions}, the model's positions.")
-    stops, stop_tokens = split_stops(model.tokenizer, stop or ())
-    _, ends = encode(model, CONTENT, system, True)
-    options = make_options(
-        model, min(max_tokens, context), temperature, top_k, top_p, stop_tokens | ends
-    )
+    stops, stop_tokens = split_stops(model.tokenizer, options.stop or ())
+    _, ends = encode(model, CONTENT, options.system, True)
+    max_tokens = min(options.max_tokens, context)
+    sampling = options.sampling(model, max_tokens, stop_tokens | ends)
     console = Console(stderr=True)
     messages: list[dict[str, str]] = []
-    with explain_memory(offload, "a smaller --context"):
-        layers, others, scale = load_params(model, offload, devices)
-        options = options._replace(lora_scale=scale)
-        key, turn = jax.random.key(seed), 0
+    with options.explain_memory("a smaller --context"):
+        layers, others, scale = options.load(model)
+        sampling = sampling._replace(lora_scale=scale)
+        key, turn = jax.random.key(options.seed), 0
         while (text := read_message()) not in (None, "/exit"):
             assert text is not None
             if text == "/clear":
@@ -105,7 +71,7 @@ def chat(
                 continue
             conversation = [*messages, {"role": "user", "content": text}]
             try:
-                ids, _ = encode(model, Conversation(conversation), system, True)
+                ids, _ = encode(model, Conversation(conversation), options.system, True)
                 if len(ids) >= context:
                     raise TrainError(
                         f"the conversation has {len(ids)} tokens, and must have fewer than "
@@ -117,7 +83,7 @@ def chat(
             # Few sizes: a program is compiled for each.
             size = min(context, 1 << (len(ids) - 1).bit_length())
             new_tokens = generate_tokens(
-                model.config, options, layers, others, ids, jax.random.fold_in(key, turn),
+                model.config, sampling, layers, others, ids, jax.random.fold_in(key, turn),
                 size=size, num_slots=context,
             )  # fmt: skip
             answer = ""

@@ -152,7 +152,7 @@ def _group(field: dataclasses.Field) -> str:
 
 
 def _parameter(options: type, field: dataclasses.Field) -> inspect.Parameter:
-    """Return a parameter that is None if the option is not given."""
+    """Return a parameter that is None if the option is not given, unless it must be."""
     annotation: Any = typing.get_type_hints(options)[field.name]
     text, default = field.metadata["help"], field.default
     names = []
@@ -171,8 +171,10 @@ def _parameter(options: type, field: dataclasses.Field) -> inspect.Parameter:
             help=text, show_default=False, rich_help_panel=field.metadata["group"],
             callback=callback, is_eager=callback is not None,
         )  # fmt: skip
+    is_needed = field.default is dataclasses.MISSING
     return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=None,
+        field.name, inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if is_needed else None,
         annotation=Annotated[annotation | None, info],
     )  # fmt: skip
 

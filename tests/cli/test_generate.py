@@ -125,8 +125,8 @@ def test_runs_and_adapters(run, refused, base, tmp_path):
         (["base/config.json"], "base/config.json: is a file. Give the folder"),
         (["bare"], "tokenizer.json: cannot be read (No such file or directory)"),
         (["base", "--prompt", "if " * 99], "The prompt is too long: it has"),
-        (["base", "--top-p", "2"], "`top_p` (=2.0) must be in (0, 1]"),
-        (["base", "--temperature", "-1"], "`temperature` (=-1.0)"),
+        (["base", "--top-p", "2"], "--top-p (=2.0) must be in (0, 1]"),
+        (["base", "--temperature", "-1"], "--temperature (=-1.0)"),
         (["base", "--no-chat", "--chat-template", "x"], "--chat-template x cannot be combined"),
         (["base", "--no-chat", "--system", "x"], "--system needs a chat template"),
         (["base", "--no-chat", "--prompt", ""], "An empty prompt needs"),
@@ -222,6 +222,7 @@ def test_wrong_files_of_prompts(refused, base, tmp_path):
     ):
         (tmp_path / name).write_text(content)
         assert message in refused("generate", base, "--prompts", name, "--out", "new.jsonl")
+    assert "checkpoint" in refused("generate", "--prompt", "a")
     system = {"role": "system", "content": "x"}
     (tmp_path / "g.jsonl").write_text(json.dumps({"messages": [system, turns[0]]}))
     for argv, message in (

@@ -1,0 +1,107 @@
+"""The options of the commands that generate text, and what these commands share."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..train.config import COUNT, MODEL, SEED, check_options, option
+from ..train.errors import TrainError
+from ..train.host_memory import set_pinned_limit
+from .errors import CommandError
+
+if TYPE_CHECKING:
+    from ..models.generate import Options
+    from ..train.text.model import TextModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """Options of `effjax generate` and `effjax chat`."""
+
+    checkpoint: str = option(
+        help="Folder of a Llama, Qwen, Gemma or other model in Hugging Face's layout, of a run of "
+        "effjax finetune, or of a LoRA adapter; or the name of a model or an adapter on the Hub.",
+        positional=True,
+    )
+    base: str | None = option(
+        None,
+        help="The base model of an adapter. (default: the one that the adapter names)",
+        group=MODEL,
+    )
+    chat_template: str | None = option(
+        None, help="A file with a chat template. (default: the checkpoint's)", group=MODEL
+    )
+    dtype: Literal["float32", "bfloat16"] | None = option(
+        None,
+        help="Dtype of the parameters and the computation. (default: the checkpoint's)",
+        group=MODEL,
+    )
+    offload: bool = option(
+        False, help="Keep the layers in host memory, and load each one for each token.", group=MODEL
+    )
+    mesh: str | None = option(
+        None,
+        help="Shard the parameters over all devices, such as fsdp=4. (default: the first device)",
+        group=MODEL,
+    )
+    system: str | None = option(None, help="System message before the first message.")
+    stop: list[str] | None = option(None, help="End before this text. Can be repeated.")
+    max_tokens: int = option(100, help="Largest number of tokens to generate.", check=COUNT)
+    temperature: float = option(0.7, help="Divisor of the logits. 0 takes the most probable token.")
+    top_k: int | None = option(
+        None, help="Sample from this many most probable tokens. (default: all)", check=COUNT
+    )
+    top_p: float | None = option(
+        None,
+        help="Sample from the most probable tokens that sum to this probability. (default: all)",
+    )
+    seed: int = option(0, help="Seed of the sampling.", check=SEED)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def find_model(self) -> "TextModel":
+        """Find the checkpoint or adapter, and its tokenizer."""
+        import datetime
+
+        from ..train.text.model import find_model
+
+        set_pinned_limit()  # before JAX starts
+        today = datetime.date.today()
+        return find_model(self.checkpoint, self.dtype, today, self.base, self.chat_template)
+
+    def load(self, model: "TextModel") -> tuple[Any, Any, float]:
+        """Load the parameters as `TextModel.load` does, with a bar on a terminal."""
+        from rich.console import Console
+
+        from ..train.report import LoadBar
+        from ..train.text.model import generation_mesh
+
+        with LoadBar(Console(stderr=True)) as bar:
+            return model.load(self.offload, bar.update, generation_mesh(self.mesh))
+
+    def sampling(self, model: "TextModel", max_tokens: int, stop_tokens: set[int]) -> "Options":
+        """Return the options of `effjax.models.generate`, without an adapter; raise TrainError."""
+        from ..models.generate import check_options
+
+        try:
+            return check_options(
+                model.config, max_new_tokens=max_tokens, temperature=self.temperature,
+                top_k=self.top_k, top_p=self.top_p, stop_tokens=sorted(stop_tokens),
+            )  # fmt: skip
+        except ValueError as error:
+            raise TrainError(str(error)) from error
+
+    @contextlib.contextmanager
+    def explain_memory(self, other: str) -> Iterator[None]:
+        """Convert the error of a full device memory to one with remedies, `other` among them."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            remedies = "" if self.offload else "--offload, "
+            raise CommandError(
+                f"out of device memory. Try {remedies}{other}, or --mesh over several devices."
+            ) from error
