@@ -4,6 +4,8 @@ The models differ only in the dtype of their parameters and in the optimizer. Th
 float32, read the same batches and start from the same parameters, rounded to the dtype.
 """
 
+import hashlib
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +19,6 @@ from rich.progress import track
 
 from effjax.optimizers import adamw_8bit, in_24_bits, in_float32, stochastic_rounding
 from effjax.train.optimizers import make_schedule
-from effjax.train.text.windows import Text, load_text, test_windows, train_windows
 
 from .measure import quartiles
 from .results import Bars, Result, Size
@@ -26,6 +27,7 @@ from .transformer import TransformerLM
 LEARNING_RATE = 3e-3
 STEPS_PER_CALL = 100
 REFERENCE = "plain float32 Adam"
+TEST_BYTES = 2**17  # maximum number of bytes to test on
 
 
 class Variant(NamedTuple):
@@ -75,8 +77,53 @@ class Setting(NamedTuple):
     seeds: int = 3
 
 
-def train(setting: Setting, variant: Variant, text: Text) -> list[float]:
+def read_text() -> bytes:
+    """Return Python's language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def train_windows(
+    data: np.ndarray, context: int, batch_size: int, seed: int
+) -> Iterator[np.ndarray]:
+    """Yield batches int32 [batch_size, context + 1] without end.
+
+    In each epoch the text is cut into windows that overlap by one byte, in random order and from a
+    random first byte.
+    """
+    starts = _train_starts(len(data), context, seed)
+    while True:
+        chosen = np.fromiter(itertools.islice(starts, batch_size), np.int64, batch_size)
+        yield _windows(data, chosen, context)
+
+
+def _train_starts(size: int, context: int, seed: int) -> Iterator[int]:
+    count = max((size - 1) // context - 1, 1)  # leaves room for the windows to shift
+    room = size - 1 - count * context
+    for epoch in itertools.count():
+        rng = np.random.default_rng([seed, epoch])
+        yield from rng.integers(min(room, context - 1) + 1) + context * rng.permutation(count)
+
+
+def test_windows(
+    data: np.ndarray, context: int, batch_size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the windows of a text in order, with weights [batch_size], 0 for padding."""
+    count = max(min(len(data) - 1, TEST_BYTES) // context, 1)
+    for first in range(0, count, batch_size):
+        numbers = np.arange(first, first + batch_size)
+        yield _windows(data, numbers % count * context, context), (numbers < count).astype("f4")
+
+
+def _windows(data: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    return data[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
+def train(setting: Setting, variant: Variant, text: bytes) -> list[float]:
     """Train a model with each seed, all at once; return mean test losses in nats per byte."""
+    data = np.frombuffer(text, np.uint8)
+    train_bytes = len(data) - len(data) // 10  # the last tenth is for testing
     models = [
         TransformerLM(
             vocab_size=256,
@@ -107,14 +154,14 @@ def train(setting: Setting, variant: Variant, text: Text) -> list[float]:
     scan = jax.vmap(lambda state, tokens: jax.lax.scan(step, state, tokens)[0])
     run = jax.jit(scan, donate_argnums=0)
     batches = [
-        train_windows(text.train, setting.context, setting.batch_size, seed)
+        train_windows(data[:train_bytes], setting.context, setting.batch_size, seed)
         for seed in range(setting.seeds)
     ]
     state = params, jax.vmap(tx.init)(params)
     for first in range(0, setting.steps, STEPS_PER_CALL):
         count = min(STEPS_PER_CALL, setting.steps - first)
         state = run(state, np.stack([[next(of_seed) for _ in range(count)] for of_seed in batches]))
-    test = list(test_windows(text.test, setting.context, 64))
+    test = list(test_windows(data[train_bytes:], setting.context, 64))
     test_losses = jax.jit(jax.vmap(losses, (0, None)))
     sums = [test_losses(state[0], tokens).mean(2) @ w for tokens, w in test]
     total = np.sum(np.stack(sums), 0) / sum(w.sum() for _, w in test)
@@ -131,7 +178,8 @@ def compare_losses(
     setting: Setting, names: Sequence[str] = tuple(VARIANTS), result: str = "optimizers"
 ) -> Result:
     """Train some variants with all seeds."""
-    text = load_text("pydoc")
+    text = read_text()
+    digest = hashlib.sha256(text).hexdigest()
     rows = []
     for name in track(names, "training", transient=True):
         values = train(setting, VARIANTS[name], text)
@@ -146,8 +194,7 @@ def compare_losses(
     return Result(
         result,
         f"test loss of a model of bytes after {setting.steps} steps",
-        setting._asdict()
-        | dict(learning_rate=LEARNING_RATE, text=text.name, text_sha256=text.digest),
+        setting._asdict() | dict(learning_rate=LEARNING_RATE, text="pydoc", text_sha256=digest),
         rows,
         Bars("loss", "test loss [nats per byte] (lines: quartiles of the seeds)"),
         [f"Median over {setting.seeds} seeds, for the parameters and the order of the text."],

@@ -1,6 +1,6 @@
 """Training runs that are killed again and again and resumed must end with the same bits.
 
-`python -m benchmarks.checks.kill` trains a small language model, kills it (SIGKILL) at random
+`python -m benchmarks.checks.kill` fine-tunes a tiny language model, kills it (SIGKILL) at random
 moments, half of them inside a save, and compares its end with that of a run that was not killed.
 """
 
@@ -23,11 +23,12 @@ import numpy as np
 
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.run_directory import RunDirectory
-from effjax.train.text.config import LMConfig
+from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.task import prepare
+from effjax.train.text.tiny import write_checkpoint, write_rows
 
 OPTIONS = [
-    *("--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch-size", "8"),
+    *("--max-length", "32", "--batch-size", "8", "--param-dtype", "float32"),
     *("--steps", "60", "--report-every", "10", "--checkpoint-every", "2"),
 ]
 TIMING = {"seconds", "tokens_per_second"}
@@ -67,7 +68,7 @@ def start(out: Path, options: Sequence[str]) -> subprocess.Popen:
     exists = (out / "config.json").exists()
     arguments = ["--resume", str(out)] if exists else [*options, "--out", str(out)]
     return subprocess.Popen(
-        [sys.executable, "-m", "effjax", "train", "lm", *arguments],
+        [sys.executable, "-m", "effjax", "finetune", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -127,7 +128,7 @@ def finish(out: Path, options: Sequence[str]) -> None:
 def read_end(out: Path) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
     """Return the arrays of the last checkpoint, and the lines of metrics.jsonl without times."""
     run = RunDirectory.find(out)
-    task = prepare(LMConfig.from_json(run.read_config()["options"]))
+    task = prepare(FinetuneConfig.from_json(run.read_config()["options"]))
     with Checkpoints(run.checkpoints, read_only=True) as saved:
         state = saved.restore(task.shapes(), saved.steps[-1])
     metrics = [{k: v for k, v in line.items() if k not in TIMING} for line in run.read_metrics()]
@@ -164,11 +165,15 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="effjax-kill-") as name:
         folder = Path(name)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder / "programs"))
-        finish(folder / "whole", OPTIONS)
+        base = folder / "base"
+        write_checkpoint(base)
+        write_rows(base / "rows.jsonl")
+        run_options = [str(base), "--data", str(base / "rows.jsonl"), *OPTIONS]
+        finish(folder / "whole", run_options)
         expected = read_end(folder / "whole")
         for i in range(options.trials):
             moments = rng.choices(["save", "save", "step", "start"], k=KILLS)
-            trial = run_trial(folder / str(i), expected, OPTIONS, moments, rng)
+            trial = run_trial(folder / str(i), expected, run_options, moments, rng)
             trials.append(trial)
             print(f"trial {i + 1}, {trial}")
     if options.json is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..train.config import command_line
 from ..train.host_memory import host_phases, machine_bytes
-from ..train.text.config import TextConfig
+from ..train.text.config import FinetuneConfig
 from .fit import describe_changes
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class Row:
 
 def count_items(config: Any) -> int:
     """Return the tokens or images of a step."""
-    length = config.rows_per_example * config.row_length if isinstance(config, TextConfig) else 1
+    is_text = isinstance(config, FinetuneConfig)
+    length = config.rows_per_example * config.max_length if is_text else 1
     return config.batch_size * length
 
 
@@ -124,7 +125,7 @@ def make_report(rows: "Sequence[Row]", base: Any) -> "Report":
     from ..memory.render import Report, ReportTable, format_bytes
     from ..memory.time.step_time import format_seconds, recomputation_note
 
-    limits, unit = rows[0].limits, "tokens/s" if isinstance(base, TextConfig) else "images/s"
+    limits, unit = rows[0].limits, "tokens/s" if isinstance(base, FinetuneConfig) else "images/s"
     cells = []
     for row in rows:
         at_least, plan, rate = "" if row.plan else "≥ ", row.plan, row.items_per_second

@@ -17,7 +17,7 @@ from ..train.config import COUNT, MODEL, PLAN, SIZE, Check, RunConfig, inherit, 
 from ..train.errors import TrainError, printable
 from ..train.host_memory import pinnable_of
 from ..train.images.config import DenseNetRunConfig, ImageConfig, ResNetRunConfig
-from ..train.text.config import FinetuneConfig, LMConfig, TextConfig
+from ..train.text.config import FinetuneConfig
 from . import answer
 from .errors import CommandError
 from .fit import DEFAULT_TARGET, parse_size, search_options
@@ -184,16 +184,6 @@ def plan_resnet(given: dict[str, Any]) -> None:
     plan_images(ResNetRunConfig, given)
 
 
-@command(memory_app, "lm", LMConfig, PlanOptions)
-def plan_lm(given: dict[str, Any]) -> None:
-    """Plan the step of effjax train lm in seven forms.
-
-    The step is planned in memory, with jax.checkpoint, updated during the backward pass, and with
-    its activations, its parameters and optimizer state, or both offloaded.
-    """
-    plan_text(LMConfig, given)
-
-
 @command(memory_app, "finetune", FinetuneConfig, PlanOptions)
 def plan_finetune(given: dict[str, Any]) -> None:
     """Plan the step of effjax finetune in seven forms. Only config.json of CHECKPOINT is read.
@@ -201,7 +191,7 @@ def plan_finetune(given: dict[str, Any]) -> None:
     The step is planned in memory, with jax.checkpoint, updated during the backward pass, and with
     its activations, its parameters and optimizer state, or both offloaded.
     """
-    plan_text(FinetuneConfig, given)
+    plan_text(given)
 
 
 @command(memory_app, "step", FunctionOptions)
@@ -251,11 +241,11 @@ def plan_images(config_type: type[ImageConfig], given: Mapping[str, Any]) -> Non
     )  # fmt: skip
 
 
-def plan_text(config_type: type[TextConfig], given: Mapping[str, Any]) -> None:
+def plan_text(given: Mapping[str, Any]) -> None:
     """Plan the steps of a decoder."""
     from ..train.text import plans
 
-    config = config_type(**take(config_type, given)).resolve()
+    config = FinetuneConfig(**take(FinetuneConfig, given)).resolve()
     options = _plan_options(PlanOptions, config, given)
     num_devices = options.num_devices or 1
     forms = plans.forms(config, given, num_devices)

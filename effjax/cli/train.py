@@ -1,4 +1,4 @@
-"""The commands that train: `effjax train densenet`, `resnet` and `lm`, and `effjax finetune`."""
+"""The commands that train: `effjax train densenet` and `resnet`, and `effjax finetune`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import typer
 from ..train.config import COUNT, DATA, MODEL, option
 from ..train.errors import TrainError
 from ..train.images.config import DenseNetRunConfig, ResNetRunConfig
-from ..train.text.config import FinetuneConfig, LMConfig, TextConfig
+from ..train.text.config import FinetuneConfig
 from .distributed import end_all_on_error
 from .fit import fit_config
 from .options import RunOptions, command, take
@@ -18,7 +18,7 @@ from .training import RunRequest, make_console, request_run, train
 if TYPE_CHECKING:
     from ..train.images.task import ImageResult
 
-train_app = typer.Typer(help="Train a model on images or on text.", no_args_is_help=True)
+train_app = typer.Typer(help="Train a network on images.", no_args_is_help=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,6 @@ class ResNetRunOptions(RunOptions):
     compare_plain: bool = option(
         False, help="Also train the network without --dcn, in OUT-plain.", group=MODEL
     )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LMRunOptions(RunOptions):
-    """Options of `effjax train lm` that are not stored with the run."""
-
-    plan: bool = option(False, help="Plan the memory of the step on an H200 at the end.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,15 +62,6 @@ def train_resnet(given: dict[str, Any]) -> None:
             train_on_images(request)
 
 
-@command(train_app, "lm", LMConfig, LMRunOptions)
-def train_lm(given: dict[str, Any]) -> None:
-    """Train a decoder on the bytes of a text, and test it on the last tenth of the text."""
-    with end_all_on_error(given):
-        config = train_on_text(LMConfig, given)
-        if given.get("plan"):
-            print_plan(config)
-
-
 def finetune(given: dict[str, Any]) -> None:
     """Train a language model from its checkpoint on rows of JSON.
 
@@ -96,7 +80,7 @@ def finetune(given: dict[str, Any]) -> None:
         show(given)
         return
     with end_all_on_error(given):
-        train_on_text(FinetuneConfig, given)
+        train_on_text(given)
 
 
 def show(given: Mapping[str, Any]) -> None:
@@ -166,9 +150,9 @@ def train_and_compare(request: RunRequest) -> None:
     )
 
 
-def train_on_text(config_type: type[TextConfig], given: Mapping[str, Any]) -> TextConfig:
-    """Train a decoder on text, print its result and return its options."""
-    request = request_run(config_type, given)
+def train_on_text(given: Mapping[str, Any]) -> None:
+    """Fine-tune a language model, and print its result."""
+    request = request_run(FinetuneConfig, given)
     config, console = request.config, make_console()
     if (fit := given.get("fit")) is not None:
         from ..train.mesh import make_mesh
@@ -185,33 +169,4 @@ def train_on_text(config_type: type[TextConfig], given: Mapping[str, Any]) -> Te
         task = prepare(config, load_progress=load_bar.update, resume=request.resume)
         run, result = train(request, task, describe(task), console, "--fit, or --offload all")
     print_table(console, result_rows(result))
-    print_line(console, f"written: {run.path / (result.exported or '')}")
-    return task.config
-
-
-def print_plan(config: TextConfig) -> None:
-    """Print the planned memory of a step on an H200."""
-    from ..memory import PlanError, plan
-    from ..memory.render import format_bytes
-    from ..train.mesh import make_mesh
-    from ..train.processes import is_first
-    from ..train.report import print_line, print_table
-    from ..train.text.plans import training_step
-    from .user_steps import shorten
-
-    if not is_first():
-        return
-    console = make_console()
-    print_line(console, "planning a step for an H200")
-    try:
-        planned = plan(*training_step(config, make_mesh(config.mesh).size if config.mesh else 1))
-    except (PlanError, OSError) as error:  # OSError: the temporary folder is full
-        print_line(console, f"not planned: {shorten(str(error))}")
-        return
-    print_table(
-        console,
-        [
-            ("device memory on an H200", format_bytes(planned.peak_device_bytes)),
-            ("host memory", format_bytes(planned.host.total)),
-        ],
-    )
+    print_line(console, f"written: {run.path / result.exported}")

@@ -169,7 +169,7 @@ class RunConfig:
     )
     seed: int = option(
         0,
-        help="Seed of parameters, order, augmentation and dropout.",
+        help="Seed of all random numbers: new parameters, order, augmentation, dropout, rounding.",
         group=OPTIMIZATION,
         check=SEED,
     )

@@ -22,7 +22,6 @@ from .task import SAMPLES, Metrics, Progress, Record, Task
 FORMATS = {
     "loss": (".4f", ".3f"),
     "accuracy": (".2%", ".1%"),
-    "bits_per_byte": (".3f", ".2f"),
     "margin": (".3f", ".2f"),
     "rewards/chosen": (".3f", ".2f"),
     "rewards/rejected": (".3f", ".2f"),
@@ -38,13 +37,6 @@ def print_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     console.print(table)
-
-
-def format_sizes(train: int, validation: int, test: int) -> str:
-    """Return the sizes of the parts of the data, without an empty validation part."""
-    if validation:
-        return f"{train} train, {validation} validation and {test} test"
-    return f"{train} train and {test} test"
 
 
 def print_line(console: Console, text: str) -> None:
@@ -101,7 +93,7 @@ class ConsoleProgress(Progress):
         for part, prefix in (("train_", ""), ("validation_", "validation ")):
             for name, (form, _) in FORMATS.items():
                 if (value := record.get(part + name)) is not None:
-                    words.append(f"{prefix}{name.replace('_per_', '/')} {value:{form}}")
+                    words.append(f"{prefix}{name} {value:{form}}")
         words.append(f"{record[f'{self.task.items}_per_second']:.0f} {self.task.items}/s")
         self.log("  ".join(words))
         for sample in record.get(SAMPLES, ()):

@@ -25,7 +25,7 @@ def test_a_file_and_the_command_line(run_without_training, tmp_path):
         ),
         ([*TINY, "--out", "here", "--overwrite"], dict(depth=10, growth_rate=4)),  # of one run
         (
-            ["train", "lm", "--fit", "h100", "--distributed", "--heartbeat-timeout", "30"],
+            ["train", "resnet", "--fit", "h100", "--distributed", "--heartbeat-timeout", "30"],
             dict(fit="h100", distributed=True, heartbeat_timeout=30),
         ),
     ],
@@ -47,7 +47,7 @@ def test_wrong_options_are_not_printed(refused, tmp_path):
     assert "--epochs (=0) must be between" in refused(*TINY, "--epochs", "0", "--print-config")
     (tmp_path / "run.yaml").write_text("max_length: 1\n")
     err = refused("memory", "finetune", "--config", "run.yaml", "base")
-    assert "--max-length (=1) must be at least 2" in err
+    assert "--max-length (=1) must be between 2 and" in err
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,11 @@
 """`effjax finetune` and `effjax memory finetune`."""
 
+import gc
 import json
+import resource
 import shutil
+import signal
+from unittest import mock
 
 import pytest
 
@@ -48,6 +52,50 @@ def test_a_run(run, folder, lora):
     assert config["options"]["date"] and set(config["base"]) == {"config_sha256", "weights_sha256"}
 
 
+def test_signals_save_the_run_and_it_resumes(run, folder, when_printed):
+    """SIGTERM, then Ctrl-C in the run that resumes with other options."""
+    when_printed("step  2/40", lambda: signal.raise_signal(signal.SIGTERM))
+    often = "--steps", "40", "--report-every", "1", "--out", "here"
+    code, _, err = run("finetune", "base", *ROWS, *SHORT[:4], *SHORT[6:], *often)
+    resume = "Resume with effjax finetune --resume here\n"
+    assert (code, err) == (75, f"effjax: stopped and saved at step 2. {resume}")
+
+    when_printed("step  4/30", lambda: signal.raise_signal(signal.SIGINT))
+    changes = "--steps", "30", "--on-nan", "skip"
+    code, out, err = run("finetune", "--resume", "here", *changes)
+    assert (code, err) == (130, f"effjax: interrupted and saved at step 4. {resume}")
+    assert "step  2/30" not in out and "press Ctrl-C again to end now" in out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    stored = json.loads((folder / "here" / "config.json").read_text())["options"]
+    assert (stored["steps"], stored["on_nan"], stored["max_length"]) == (30, "skip", 16)
+
+
+def test_out_of_memory(run, folder, monkeypatch):
+    exhausted = RuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 1 TB")
+    monkeypatch.setattr("jax.random.key", mock.Mock(side_effect=exhausted))
+    code, _, err = run("finetune", "base", *ROWS, *SHORT)
+    assert code == 1 and one_line(err)
+    assert "out of device memory. Try a smaller --batch-size, or --fit, or --offload all" in err
+
+
+# A save that fails leaves coroutines of Orbax that nobody awaits, now and then.
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_full_disk(run, folder, when_printed, caplog):
+    """Only the error of the run is printed, and not the many that Orbax logs."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    when_printed("compiling", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1])))
+    try:
+        code, _, err = run("finetune", "base", *ROWS, *SHORT, "--out", "here")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2 and one_line(err) and "cannot be written to (" in err
+    gc.collect()  # asyncio logs what nobody has read
+    assert caplog.records == []
+
+
 def write_rows(file, *rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -87,6 +135,7 @@ def test_resume_with_moved_files(refused, folder, run_without_training):
         (["base", *ROWS, "--batch-size", "3"], "divisible by the number of devices (=8)"),
         (["base", *ROWS, "--date", "today"], "--date (='today') must be like 2026-01-31"),
         (["base", *ROWS, "--out", "base"], "base: not empty and not a run"),
+        (["--resume", ".", "--out", "b"], "--out cannot be combined with --resume"),
         (["base", *ROWS, "--stop-after", "90"], "--stop-after '90' must be a time, such as"),
         (["base", *ROWS, "--show-ids"], "--show-ids needs --show"),
         (["adapter", *ROWS], "adapter: a LoRA adapter, not a checkpoint. Give the checkpoint that"),

@@ -10,15 +10,14 @@ import pytest
 from effjax.cli.fit import describe_changes, parse_fit
 from effjax.train.errors import TrainError
 from effjax.train.host_memory import VARIABLE
-from effjax.train.text.config import LMConfig
+from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import memory_choices
 from tests.cli.command import TINY, one_line
 from tests.programs import needs_gpu_compiler
-from tests.train.text.small import write_base
+from tests.train.text.small import write_base, write_config
 
 GB = 10**9
 FUSED = {"offload": "all", "fuse_update": True}
-LM = ["--layers", "2", "--width", "8", "--heads", "1", "--context", "8", "--batch-size", "8"]
 OWN = """
 import jax, jax.numpy as jnp
 
@@ -55,7 +54,6 @@ def test_parse_fit_rejects(text):
 @pytest.mark.parametrize(
     ("argv", "chosen"),
     [
-        (["train", "lm", *LM, "--data", "text:text.txt"], FUSED),
         (["train", "densenet", *TINY[2:]], dict(save="features")),
         (["finetune", "base", "--data", "base/rows.jsonl", "--max-length", "16"], FUSED),
     ],
@@ -63,7 +61,6 @@ def test_parse_fit_rejects(text):
 def test_commands_take_the_options_that_fit(
     run_without_training, run, search, tmp_path, argv, chosen
 ):
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 9)
     if argv[0] == "finetune":
         pytest.importorskip("tokenizers")
         write_base(tmp_path / "base")
@@ -96,12 +93,16 @@ def test_commands_take_the_options_that_fit(
         ({"batch_size": 6}, 24, "--fuse-update --policy everything"),
     ],
 )
-def test_given_options_stay(given, number, changes):
-    config = LMConfig(**{"batch_size": 64} | given).resolve()
-    choices = memory_choices(config, set(given), 1)
+def test_given_options_stay(tmp_path, given, number, changes):
+    file = write_config(tmp_path)
+    config = FinetuneConfig(checkpoint=str(file), **{"batch_size": 64} | given).resolve()
+    choices = memory_choices(config, {*given, "mlp_chunk_size"}, 1)
     names = "policy", "activations", "params", "num_microbatches"
     combinations = itertools.product(*(choices.options[name] for name in names))
-    changed = [choices.change(**dict(zip(names, values, strict=True))) for values in combinations]
+    changed = [
+        choices.change(**dict(zip(names, values, strict=True)), mlp_chunk_size=None)
+        for values in combinations
+    ]
     same = {name: getattr(config, name) for name in given}
     found = [one for one in changed if one is not None and vars(one).items() >= same.items()]
     assert len(found) == len(set(map(repr, found))) == number
@@ -131,8 +132,11 @@ def test_memory_of_a_module(run, empty_cache, tmp_path):
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_memory_of_models(run, empty_cache):
-    given = "--policy", "dots", "--num-microbatches", "1"
-    code, out, _ = run("memory", "lm", *LM[:4], *LM[6:], *given, "--budget", "1MB")
+def test_memory_of_models(run, empty_cache, tmp_path):
+    write_config(tmp_path)
+    given = "--policy", "dots", "--num-microbatches", "1", "--max-length", "32"
+    code, out, _ = run("memory", "finetune", "config.json", *given, "--budget", "2MB")
     assert code == 0 and out.startswith("policy=dots, ") and "policy=everything" not in out
-    assert out.splitlines()[-1].startswith("  effjax train lm ") and "--policy dots" in out
+    assert (
+        out.splitlines()[-1].startswith("  effjax finetune config.json ") and "--policy dots" in out
+    )

@@ -1,6 +1,7 @@
 """Ctrl-C during `effjax train`, by signals to another process."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,10 +11,10 @@ import pytest
 from effjax.cli.interrupts import Interrupts
 from effjax.train.run_directory import RunDirectory
 from tests.cli.command import one_line
+from tests.train.text.small import tiny_base
 
 NEW_RUN = (
-    "train lm --data text:fox.txt --layers 1 --width 8 --heads 2 --context 8 --batch-size 2 "
-    "--out here"
+    "finetune base --data base/rows.jsonl --max-length 16 --batch-size 2 --dtype float32 --out here"
 )
 # JAX computes or compiles in C++: the main thread runs no Python.
 BUSY = """
@@ -40,7 +41,7 @@ TextTask.make_step = busy
 def start(tmp_path):
     """Start a run in a new process after running some code; return the process."""
     pytest.importorskip("typer")
-    (tmp_path / "fox.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 40)
+    shutil.copytree(tiny_base(), tmp_path / "base")
     processes = []
 
     def start(*options, before=""):
@@ -75,7 +76,7 @@ def wait_for(process, text):
 @pytest.mark.parametrize(
     ("busy", "presses", "message"),
     [
-        (IN_A_STEP, 2, "here keeps step {}. Resume with effjax train lm --resume here"),
+        (IN_A_STEP, 2, "here keeps step {}. Resume with effjax finetune --resume here"),
         (WHILE_COMPILING, 1, "interrupted before the first step. Nothing is kept."),
     ],
 )
@@ -129,7 +130,7 @@ effjax.cli._run = run
 
 
 def test_closed_standard_output(start):
-    process = start("train", "lm", "--help", before="import os; os.close(os.dup(1))")
+    process = start("finetune", "--help", before="import os; os.close(os.dup(1))")
     process.stdout.close()
     err = process.stderr.read()
     assert process.wait() == 1 and "standard output was closed" in err and err.count("\n") == 1

@@ -12,9 +12,10 @@ from effjax.memory import list_targets
 from effjax.memory.devices import find_target
 from effjax.memory.plan import DEFAULT_TARGET
 from effjax.train.task import Form
-from effjax.train.text.config import LMConfig
+from effjax.train.text.config import FinetuneConfig
 from tests.cli.command import one_line
 from tests.programs import needs_gpu_compiler
+from tests.train.text.small import write_config
 
 OWN = """
 import jax, jax.numpy as jnp
@@ -148,17 +149,17 @@ def test_densenet(run_memory):
 
 @pytest.mark.exhaustive
 @needs_gpu_compiler
-def test_language_model(run_memory):
-    size = "--layers", "2", "--width", "32", "--context", "4", "--batch-size", "2"
+def test_language_model(run_memory, tmp_path):
+    write_config(tmp_path)
+    size = "--max-length", "4", "--batch-size", "2", "--param-dtype", "float32"
     options = "--num-microbatches", "2", "--policy", "dots"
     name = "offload all, fused"
-    code, out, err = run_memory("lm", *size, *options, "--only", name, "--json")
+    argv = "finetune", "config.json", *size, *options, "--only", name, "--json"
+    code, out, err = run_memory(*argv)
     assert code == 0 and compiled(err, name)
     host = json.loads(out)["forms"][name]["plan"]["host"]
-    layers = 2 * (4 * 32**2 + 3 * 32 * 88 + 2 * 32)
-    others = 2 * 256 * 32 + 32
     # Parameters and two moments, and scalars.
-    assert host["arguments"] == host["aliased"] == 3 * 4 * (layers + others)
+    assert host["arguments"] == host["aliased"] == 3 * 4 * 43168
 
 
 @pytest.mark.parametrize(
@@ -189,12 +190,12 @@ def test_usage_errors(run_memory, argv, message):
     [
         (["--on-nan", "skip"], "'in memory', 'jax.checkpoint', 'offload activations', "),
         (["--offload", "params"], "must be one of 'as given'"),  # the form that the option chooses
-        (["--data", "text:here"], "effjax: a plan reads no data and no weights; unused: --data\n"),
+        (["--data", "here.jsonl"], "effjax: a plan reads no data and no weights; unused: --data\n"),
     ],
 )
-def test_forms_of_a_language_model(run_memory, options, text):
-    size = "--layers", "2", "--width", "32", "--context", "4", "--batch-size", "2"
-    code, _, err = run_memory("lm", *size, *options, "--only", "none")
+def test_forms_of_a_language_model(run_memory, tmp_path, options, text):
+    write_config(tmp_path)
+    code, _, err = run_memory("finetune", "config.json", *options, "--only", "none")
     assert code == 2 and one_line(err.splitlines(keepends=True)[-1]) and text in err
 
 
@@ -204,31 +205,37 @@ def test_names_the_phase_that_needs_the_most_host_memory(step_bytes, phase):
     limits = answer.Limits(find_target("h100"), 80 * 10**9, 2**30)
     state, host = (0, 10**9), int(step_bytes)
     step: Any = SimpleNamespace(peak_device_bytes=0, peak_host_bytes=host, refusal="", fits=False)
-    row = answer.Row("offloaded", Form(LMConfig().resolve(), lambda _: ()), limits, state, step)
+    row = answer.Row(
+        "offloaded", Form(FinetuneConfig().resolve(), lambda _: ()), limits, state, step
+    )
     none: Any = SimpleNamespace(smaller_states=lambda _: (), smaller_batches=lambda _: ())
-    sentence, _ = answer.advise([row], LMConfig, {}, none)
+    sentence, _ = answer.advise([row], FinetuneConfig, {}, none)
     assert f"short on the host, because of the activations, in the phase {phase!r}" in sentence
     assert phase in str(answer.phases_report([row])).splitlines()[-1]
 
 
+LEAST = "--optimizer", "adamw8bit"
+
+
 @pytest.mark.parametrize(
-    ("options", "short", "command"),
+    ("layers", "options", "short", "command"),
     [
         # State alone: nothing is compiled.
-        ((), "the optimizer state, in all phases of a run", "--optimizer adamw8bit"),
-        (("--optimizer", "adamw8bit", "--layers", "512"), "the parameters", ""),
+        (128, (), "the optimizer state, in all phases of a run", "--optimizer adamw8bit"),
+        (9999, (*LEAST, "--lora", "16", "--quantize", "nf4"), "the parameters", ""),
     ],
 )
-def test_what_helps_if_nothing_fits(run_memory, options, short, command):
+def test_what_helps_if_nothing_fits(run_memory, tmp_path, layers, options, short, command):
     """A model whose state exceeds both memories gets the change that makes it smaller."""
-    size = {"--layers": "128", "--width": "2048", "--context": "64"}
-    argv = "lm", *(word for pair in size.items() for word in pair if pair[0] not in options)
+    size = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, head_dim=128)
+    write_config(tmp_path, num_hidden_layers=layers, num_key_value_heads=16, **size)
+    argv = "finetune", "config.json", "--max-length", "64", "--param-dtype", "float32"
     limits = "--target", "rtx4090", "--host-memory-gb", "60"
     code, out, err = run_memory(*argv, *options, *limits)
     assert code == 1 and "compiling" not in err and short in out and "short on the host" in out
     assert "no: at least" in out and "--offload all --fuse-update" in out
     last = out.splitlines()[-1]
-    assert last.startswith("  effjax memory lm ") == bool(command) and command in last
+    assert last.startswith("  effjax memory finetune ") == bool(command) and command in last
     assert not command or last.endswith(" ".join(limits))
 
 

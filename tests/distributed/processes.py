@@ -82,14 +82,12 @@ class Group:
                 return self.connections[process].recv()
         return self.processes[process].exitcode
 
-    def run(
-        self, *argv: object, command: str = "train", before: str = "", wait_for: Any = None
-    ) -> list[Ended]:
-        """Run `effjax COMMAND ARGV` in all processes, after the Python code `before`.
+    def run(self, *argv: object, before: str = "", wait_for: Any = None) -> list[Ended]:
+        """Run `effjax ARGV` in all processes, after the Python code `before`.
 
         The code may change `argv`.
         """
-        words = [command, *map(str, argv)]
+        words = [*map(str, argv)]
         if self.programs == 0:
             words += ["--coordinator", self.address, "--num-processes", str(len(self.processes))]
             words += ["--heartbeat-timeout", str(self.heartbeat_timeout), "--process-id"]
@@ -98,7 +96,7 @@ class Group:
         return self.execute(f"argv = {words!r}{own}\n{before}\n{main}", wait_for)
 
     def train(self, *argv: object, before: str = "") -> list[str]:
-        """Return what `effjax train ARGV` prints in each process; all must succeed."""
+        """Return what `effjax ARGV` prints in each process; all must succeed."""
         ended = self.run(*argv, before=before)
         assert [one.code for one in ended] == [0] * len(ended), ended
         return [one.out for one in ended]

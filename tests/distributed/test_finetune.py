@@ -36,10 +36,11 @@ def test_two_processes(group, tmp_path, lora):
     fit(task, alone)
 
     run = tmp_path / "run"
-    argv = [base, "--data", base / "rows.jsonl", *SHORT.split(), "--steps", 6, "--out", run]
+    argv = ["finetune", base, "--data", base / "rows.jsonl", *SHORT.split()]
+    argv += ["--steps", 6, "--out", run]
     argv += [word for name, value in SPLIT.items() for word in (f"--{name}", value)]
     argv += ["--lora", lora] if lora else []
-    ended = group.run(*argv, command="finetune")
+    ended = group.run(*argv)
     assert [one.code for one in ended] == [0, 0], ended
     assert ["written" in one.out for one in ended] == [True, False]
     np.testing.assert_allclose(losses(run), losses(alone.path), rtol=1e-5)
@@ -50,7 +51,7 @@ def test_two_processes(group, tmp_path, lora):
         return
     # A run that has ended exports the same again.
     shutil.rmtree(run / task.exported)
-    ended = group.run("--resume", run, command="finetune")
+    ended = group.run("finetune", "--resume", run)
     assert [one.code for one in ended] == [0, 0], ended
     jax.tree.map(np.testing.assert_array_equal, read_export(run, lora), arrays)
 

@@ -1,4 +1,4 @@
-"""`effjax train` in several processes: the same run as in one, faults, and what ends it."""
+"""Runs in several processes: the same run as in one, faults, and what ends it."""
 
 import json
 import shutil
@@ -12,14 +12,16 @@ from effjax.train.images import task as images
 from effjax.train.images.config import DenseNetRunConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
-from effjax.train.text import task as lm
-from effjax.train.text.config import LMConfig
+from effjax.train.text import task as text_task
+from effjax.train.text.config import FinetuneConfig
 from tests.distributed.processes import DEVICES, Group
 from tests.train.small import as_numbers
 from tests.train.test_checkpoint import flip_bit
+from tests.train.text.small import write_base
 
-TEXT = "The quick brown fox jumps over the lazy dog. " * 60
-LM = "lm --layers 1 --width 32 --heads 2 --context 16 --batch-size 8"
+pytest.importorskip("tokenizers")
+
+SMALL = "--max-length 16 --batch-size 8 --learning-rate 3e-3 --dtype float32 --param-dtype float32"
 LENGTH = "--steps", 14, "--report-every", 2
 SPLIT = "--mesh", "data=2,fsdp=2", "--offload", "all", "--fuse-update"
 LOSSES = "train_loss", "validation_loss"
@@ -28,9 +30,8 @@ PREEMPTED = 75
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "fox.txt"
-    path.write_text(TEXT)
-    return [*LM.split(), "--data", f"text:{path}", *LENGTH]
+    base = write_base(tmp_path_factory.mktemp("base"), num_hidden_layers=1)
+    return ["finetune", base, "--data", base / "rows.jsonl", *SMALL.split(), *LENGTH]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,8 @@ def task_of(path, **changes):
     """Return the task of a run, on as many devices of this process."""
     run = RunDirectory.open(path)
     options, devices = run.read_config()["options"] | changes, jax.devices()[:DEVICES]
-    if run.read_config()["command"] == "lm":
-        return lm.prepare(LMConfig(**options), devices)
+    if run.read_config()["command"] == "finetune":
+        return text_task.prepare(FinetuneConfig(**options), devices)
     return images.prepare(DenseNetRunConfig(**options), devices)
 
 
@@ -186,7 +187,7 @@ def test_resumes_exactly_after_sigterm_and_damage(group, stopped, whole, tmp_pat
     run = shutil.copytree(stopped[0], tmp_path / "run")
     *_, before, last = sorted(int(path.name) for path in (run / "checkpoints").iterdir())
     flip_bit(run / "checkpoints" / str(last))
-    first, second = group.train("lm", "--resume", run)
+    first, second = group.train("finetune", "--resume", run)
     message = f"checkpoints/{last} is damaged"
     assert message in first and f"Using {run}/checkpoints/{before}\n" in first
     assert message not in second
@@ -195,13 +196,13 @@ def test_resumes_exactly_after_sigterm_and_damage(group, stopped, whole, tmp_pat
 
 
 NAN_AT_STEP_4 = """
-from effjax.train.text.windows import TextWindows
-batches = TextWindows.train_batches
-def spoiled(self, size, seed, done, rows):
-    for step, batch in enumerate(batches(self, size, seed, done, rows), done + 1):
+from effjax.train.text import task
+batches = task.train_batches
+def spoiled(packed, size, seed, done, rows):
+    for step, batch in enumerate(batches(packed, size, seed, done, rows), done + 1):
         # The loss of a label -1 is NaN.
-        yield {name: a * 0 - 1 for name, a in batch.items()} if step == 4 else batch
-patch.setattr(TextWindows, "train_batches", spoiled)"""
+        yield batch | {"labels": batch["labels"] * 0 - 1} if step == 4 else batch
+patch.setattr(task, "train_batches", spoiled)"""
 
 
 @pytest.mark.exhaustive
@@ -216,7 +217,9 @@ def test_skips_a_step_that_is_not_finite(group, text, tmp_path, monkeypatch):
     assert_same_run(run, train_alone(run))
 
 
-DENSENET = "densenet --depth 10 --growth-rate 4 --epochs 1 --batch-size 256 --learning-rate 0.01"
+DENSENET = (
+    "train densenet --depth 10 --growth-rate 4 --epochs 1 --batch-size 256 --learning-rate 0.01"
+)
 
 
 @pytest.mark.exhaustive
@@ -269,12 +272,12 @@ def test_the_first_process_is_killed(tmp_path, text):
 
 
 def test_an_error_of_one_process_ends_all(tmp_path, text):
-    before = "if process == 1: argv[argv.index('--data') + 1] = 'text:nowhere'"
+    before = "if process == 1: argv[argv.index('--data') + 1] = 'nowhere.jsonl'"
     with Group(heartbeat_timeout=5) as two:
         first, second = two.run(*text, "--out", tmp_path / "run", before=before)
     assert first.code not in (None, 0, PREEMPTED) and second.code == 2
-    assert second.err.startswith("effjax: nowhere: cannot be read")
-    assert first.err.startswith("effjax: process 1 has ended: nowhere: cannot be read")
+    assert second.err.startswith("effjax: nowhere.jsonl: ")
+    assert first.err.startswith("effjax: process 1 has ended: nowhere.jsonl: ")
     assert first.err.endswith("Start all processes again with --resume.\n")
 
 
@@ -290,15 +293,15 @@ patch.setattr(defaults, "library_digest", lambda _: str(process))"""
     [
         ("argv += ['--seed', '7']", "option --seed (=7 in process 1) is 0 in process 0"),
         ("argv += ['--resume', 'a-run']", "option --resume (='a-run' in process 1) is None"),
-        ("argv[argv.index('--data') + 1] = OTHER", "data `sha256` (='"),
+        ("argv[argv.index('--data') + 1] = OTHER", "data `"),
         ("patch.setenv('EFFJAX_CUDA', 'off')", "native kernels `EFFJAX_CUDA` (='off' in"),
         (LIBRARIES, "native kernels `library` (='1' in process 1) is '0' in process 0"),
     ],
 )
 def test_rejects_options_data_and_kernels_that_differ(tmp_path, text, change, message):
-    other = tmp_path / "other.txt"  # as long, with other contents
-    other.write_text(TEXT.replace("fox", "dog"))
-    before = f"OTHER = 'text:{other}'\nif process == 1: {change}"
+    other = tmp_path / "other.jsonl"
+    other.write_text(text[3].read_text().replace("ab", "cd"))
+    before = f"OTHER = '{other}'\nif process == 1: {change}"
     with Group(heartbeat_timeout=5) as two:
         first, second = two.run(*text, "--out", tmp_path / "run", before=before)
     assert first.code == second.code == 2 and not (tmp_path / "run").exists()

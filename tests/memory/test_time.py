@@ -13,8 +13,8 @@ from effjax import offload_jit, offload_scan
 from effjax.memory import Rates, find_rates, list_targets, plan
 from effjax.memory.devices import find_target
 from effjax.memory.time.step_time import step_time
-from effjax.train.text.config import LMConfig
-from effjax.train.text.learner import byte_decoder
+from effjax.models import DecoderConfig
+from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import FORMS, training_step
 from tests.memory.conftest import f32
 from tests.programs import needs_gpu_compiler
@@ -331,34 +331,41 @@ def test_long_products_hide_the_weights_that_arrive(tokens, least, most):
     assert least * alone <= time.to_device_seconds <= most * alone
 
 
-SMALL = LMConfig(layers=4, width=256, heads=4, context=256, batch_size=8)
-QWEN_8B_LIKE = LMConfig(
-    layers=36, width=4096, heads=32, context=1024, batch_size=4, dtype="bfloat16"
-)
+def language_model(layers, width, hidden, heads):
+    return DecoderConfig(
+        model_type="llama", vocab_size=256, hidden_size=width, intermediate_size=hidden,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        head_dim=width // heads,
+    )  # fmt: skip
+
+
+SMALL = language_model(4, 256, 768, 4), FinetuneConfig(max_length=256, dtype="float32")
+QWEN_8B_LIKE = language_model(36, 4096, 11008, 32), FinetuneConfig(max_length=1024, batch_size=4)
 
 
 @needs_gpu_compiler
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("form", "config"), [("in memory", SMALL), ("offload all, fused", QWEN_8B_LIKE)]
+    ("form", "case"), [("in memory", SMALL), ("offload all, fused", QWEN_8B_LIKE)]
 )
-def test_flops_of_a_language_model(form, config):
+def test_flops_of_a_language_model(form, case):
     """Count the products of the layers, of attention and of the head of a training step."""
-    config = dataclasses.replace(config, **FORMS[form])
-    model, offloads = byte_decoder(config), form != "in memory"
-    fun, *args = training_step(config)
+    model, config = case
+    config = dataclasses.replace(config, param_dtype="float32", packing=False, **FORMS[form])
+    offloads = form != "in memory"
+    fun, *args = training_step(config, model=model)
     p = plan(fun, *args, target="h100", host_memory_bytes=2**40)
-    width, hidden = model.hidden_size, model.intermediate_size
+    layers, width, hidden = model.num_hidden_layers, model.hidden_size, model.intermediate_size
     layer = 4 * width**2 + 3 * width * hidden  # q, k, v, o; gate, up, down
     # The backward pass has two products for each of the forward pass. Recomputation does without
     # the last product of a layer.
     products = 3 * layer + (layer - width * hidden if offloads else 0)
     # All pairs of positions, as the blocks of this context are not skipped. The backward pass of
     # attention computes its first product again, unless recomputation has it already.
-    attention = (2 + 4 + 2 if offloads else 2 + 5) * config.context * width
+    attention = (2 + 4 + 2 if offloads else 2 + 5) * config.max_length * width
     head = 3 * 256 * width  # XLA shares the logits of both passes
-    tokens = config.batch_size * config.context
-    flops = 2 * tokens * (config.layers * (products + attention) + head)
+    tokens = config.batch_size * config.max_length
+    flops = 2 * tokens * (layers * (products + attention) + head)
     assert p.step_time.total_flops == pytest.approx(flops, rel=0.02)
     assert not p.step_time.unknown_kernels and not p.step_time.unknown_loops
     for direction in ("to_device", "to_host"):
@@ -367,6 +374,6 @@ def test_flops_of_a_language_model(form, config):
         assert counted == pytest.approx(listed, rel=0.001)
     if offloads:
         # Parameters and two moments arrive and leave; parameters also arrive for the forward pass.
-        size, boundaries = 4 * config.layers * layer, 2 * config.layers * tokens * width
+        size, boundaries = 4 * layers * layer, 2 * layers * tokens * width
         assert p.step_time.to_device_bytes == pytest.approx(4 * size + boundaries, rel=0.25)
         assert p.step_time.to_host_bytes == pytest.approx(3 * size + boundaries, rel=0.25)

@@ -1,4 +1,4 @@
-"""Small tasks of both kinds, of a model that compiles in a second."""
+"""A small task of images, of a model that compiles in a second, and helpers of tests of runs."""
 
 import copy
 import dataclasses
@@ -19,11 +19,6 @@ from effjax.train.images.config import DenseNetRunConfig
 from effjax.train.images.dataset import Dataset
 from effjax.train.run_directory import RunDirectory
 from effjax.train.task import Progress
-from effjax.train.text import task as lm
-from effjax.train.text.config import LMConfig
-from effjax.train.text.windows import split_text
-
-TEXT = split_text("fox", b"The quick brown fox jumps over the lazy dog.\n" * 40)
 
 
 def dataset(train=70, test=37, size=8, channels=1, classes=5) -> Dataset:
@@ -68,14 +63,6 @@ def image_task(devices=2, **options) -> images.ImageTask:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(images, "model_builder", builder)
         return images.prepare(config, jax.devices()[:devices], dataset())
-
-
-def lm_task(devices=2, **options) -> lm.TextTask:
-    """Return a task of five steps, evaluated after the second, the fourth and the last one."""
-    tiny: dict[str, Any] = dict(
-        layers=2, width=16, heads=2, context=12, batch_size=4, steps=5, report_every=2
-    )  # fmt: skip
-    return lm.prepare(LMConfig(**tiny | options), jax.devices()[:devices], TEXT)
 
 
 class CachedTask:

@@ -8,7 +8,7 @@ import pytest
 from effjax.train.config import fingerprint
 from effjax.train.errors import TrainError
 from effjax.train.images.config import DenseNetRunConfig, ResNetRunConfig
-from effjax.train.text.config import LMConfig
+from effjax.train.text.config import FinetuneConfig
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ from effjax.train.text.config import LMConfig
         (DenseNetRunConfig, {"momentum": 1.0}),
         (DenseNetRunConfig, {"on_nan": "stmp"}),
         (ResNetRunConfig, {"depth": 20}),
-        (LMConfig, {"clip_norm": -1.0}),
-        (LMConfig, {"width": 0}),
+        (FinetuneConfig, {"clip_norm": -1.0}),
+        (FinetuneConfig, {"lora": 0}),
     ],
 )
 def test_rejects_values_out_of_range(config, option):
@@ -31,28 +31,11 @@ def test_rejects_values_out_of_range(config, option):
 
 
 @pytest.mark.parametrize(
-    ("option", "options"),
-    [
-        ("num_microbatches", {"num_microbatches": 3}),
-        ("on_nan", {"on_nan": "skip", "fuse_update": True}),
-        (r"width.*Use 24", {"width": 30}),
-    ],
-)
-def test_rejects_options_that_exclude_each_other(option, options):
-    with pytest.raises(TrainError, match=f"^`{option}"):
-        LMConfig(**options).resolve()
-
-
-def test_heads_grow_with_the_width():
-    assert [LMConfig(width=w).resolve().heads for w in (64, 1024)] == [4, 8]
-
-
-@pytest.mark.parametrize(
     "config",
     [
         *(DenseNetRunConfig(depth=40, validation=part) for part in (0, 0.0, 0.5, 1, 5000)),
         ResNetRunConfig(depth=50),
-        LMConfig(),
+        FinetuneConfig(data=["a.jsonl"], lora=2),
     ],
 )
 def test_json_roundtrip(config):

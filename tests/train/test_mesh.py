@@ -24,10 +24,9 @@ from effjax.train.mesh import (
     param_sharding,
     replicated,
 )
-from effjax.train.text import task as lm
-from effjax.train.text.config import LMConfig
 from tests.tiers import vary
 from tests.train import small
+from tests.train.text.small import finetune_task, write_base
 
 BOTH = "data=2,fsdp=2"
 
@@ -131,10 +130,11 @@ def test_a_step_on_images_gathers_parameters_and_nothing_else():
 
 
 @vary("options", [{}, {"fuse_update": True}])
-def test_a_step_on_text_gathers_a_layer_at_a_time(options):
+def test_a_step_on_text_gathers_a_layer_at_a_time(tmp_path, options):
     """Each layer is gathered in the forward pass, and again in the backward pass."""
-    config = LMConfig(layers=3, width=64, heads=2, context=12, batch_size=4, mesh=BOTH, **options)
-    task = lm.prepare(config, jax.devices()[:4], small.TEXT)
+    pytest.importorskip("tokenizers")
+    base = write_base(tmp_path / "base", num_hidden_layers=3, hidden_size=64)
+    task = finetune_task(base, devices=4, mesh=BOTH, **options)
     shapes = task.shapes()
     where = jax.tree.map(lambda a: a.sharding, shapes)
     step = jax.jit(task.learner.train_step(), donate_argnums=0, out_shardings=(where, None))

@@ -20,9 +20,9 @@ from tests.train.small import (
     RecordedProgress,
     assert_same_run,
     image_task,
-    lm_task,
     new_run,
 )
+from tests.train.text.small import text_task
 
 pytest.importorskip("matplotlib")
 
@@ -81,11 +81,14 @@ class Bad(CachedTask):
     def spoiled(self, batch, value):
         if isinstance(batch, Batch):
             return batch._replace(images=batch.images * 0 + value)
-        return jax.tree.map(lambda a: a * 0 + value, batch)
+        return batch | {"tokens": batch["tokens"] * 0 + value}
 
 
 # By step, what is not finite. Images: epochs of 4 steps. Text: evaluated after steps 2, 4 and 5.
-MAKE = {"images": (image_task, {3: GRADIENTS, 6: LOSS}), "lm": (lm_task, {1: LOSS, 3: GRADIENTS})}
+MAKE = {
+    "images": (image_task, {3: GRADIENTS, 6: LOSS}),
+    "text": (text_task, {1: LOSS, 3: GRADIENTS}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +101,7 @@ def assert_same_bits(a, b):
     jax.tree.map(small.assert_same_bits, a, b)
 
 
-@vary("task, at", [("images", 3), ("images", 4), ("lm", 3)], indirect=["task"])
+@vary("task, at", [("images", 3), ("images", 4), ("text", 3)], indirect=["task"])
 def test_skipped_steps_change_nothing(task, tmp_path, at):
     """Also in a run that is stopped and resumed, which ends with the same bits."""
     run, progress = new_run(tmp_path / "whole", task), RecordedProgress()
@@ -131,8 +134,8 @@ ONE_STEP = {"steps": 1, "report_every": 1, "fuse_update": True}
 @vary(
     "make, options, value, remedy",
     [
-        (lm_task, ONE_STEP, GRADIENTS, "parameters"),
-        (lm_task, {}, GRADIENTS, "`learning_rate`"),
+        (text_task, ONE_STEP, GRADIENTS, "parameters"),
+        (text_task, {}, GRADIENTS, "`learning_rate`"),
         (image_task, {}, GRADIENTS, "`learning_rate`"),
         (image_task, {}, LOSS, "`learning_rate`"),
     ],
@@ -157,8 +160,8 @@ def test_stops_if_no_step_of_an_interval_is_finite(task, tmp_path, monkeypatch):
 FORMS = {
     "images, shard_map": (image_task, {"parallel": "shard_map"}),
     "images, fsdp": (image_task, {"mesh": "data=1,fsdp=2"}),
-    "text, fsdp": (lm_task, {"mesh": "data=1,fsdp=2"}),
-    "text, all": (lm_task, {"offload": "all", "devices": 1, "num_microbatches": 2}),
+    "text, fsdp": (text_task, {"mesh": "data=1,fsdp=2"}),
+    "text, all": (text_task, {"offload": "all", "devices": 1, "num_microbatches": 2}),
 }
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import optax
 import pytest
 
+from effjax.models import DecoderConfig
 from effjax.train.mesh import make_mesh
 from effjax.train.optimizers import make_schedule
-from effjax.train.text.config import LMConfig
-from effjax.train.text.learner import byte_decoder, make_learner
+from effjax.train.text.config import FinetuneConfig
+from effjax.train.text.learner import make_learner
+from effjax.train.text.tiny import SIZES
 
 
 def rates(schedule: Any, steps):
@@ -46,11 +48,12 @@ def test_linear_schedule_of_transformers(warmup):
 
 
 def test_options_of_the_optimizer():
-    config = LMConfig(
+    model = DecoderConfig.from_json({"model_type": "llama", "vocab_size": 8, **SIZES})
+    config = FinetuneConfig(
         learning_rate=0.1, schedule="constant", warmup=0, weight_decay=0, steps=9, beta1=0.8,
-        beta2=0.9, epsilon=0.01,
+        param_dtype="float32", beta2=0.9, epsilon=0.01,
     ).resolve()  # fmt: skip
-    optimizer: Any = make_learner(config, byte_decoder(config), make_mesh(None)).optimizer
+    optimizer: Any = make_learner(config, model, make_mesh(None)).optimizer
     expected: Any = optax.adam(0.1, 0.8, 0.9, 0.01)
     params = {"a_proj.weight": np.ones((2, 3), "f4")}
     states = [tx.init(params) for tx in (optimizer, expected)]

@@ -14,9 +14,10 @@ from rich.console import Console
 from effjax.train.errors import TrainError
 from effjax.train.report import ConsoleProgress
 from effjax.train.task import Progress
-from effjax.train.text.config import LMConfig
+from effjax.train.text.config import FinetuneConfig
 from effjax.train.trackers import TensorBoard, TrackedProgress, check_tracker, track
-from tests.train.small import RecordedProgress, image_task, lm_task
+from tests.train.small import RecordedProgress, image_task
+from tests.train.text.small import text_task
 
 
 @pytest.mark.parametrize(
@@ -31,11 +32,10 @@ from tests.train.small import RecordedProgress, image_task, lm_task
             "epoch 1  loss 1.500  accuracy 25.0%  90 images/s",
         ),
         (
-            lm_task,
+            text_task,
             {"loss": 1.5},
-            {"loss": 1.75, "bits_per_byte": 2.525},
-            "step 2/5  loss 1.5000  validation loss 1.7500  validation bits/byte 2.525  "
-            "90 tokens/s\n",
+            {"loss": 1.75, "margin": 2.525},
+            "step 2/5  loss 1.5000  validation loss 1.7500  validation margin 2.525  90 tokens/s\n",
             "loss 1.500  90 tokens/s",
         ),
     ],
@@ -94,7 +94,7 @@ def test_online_runs(monkeypatch, tmp_path, name):
     run = package.init.return_value
     monkeypatch.setitem(sys.modules, name, package)
     monkeypatch.setenv(f"{name.upper()}_PROJECT", "sums")
-    config, shown = LMConfig(report_to=name), RecordedProgress()
+    config, shown = FinetuneConfig(report_to=name, lora=4), RecordedProgress()
 
     def report(*losses):
         progress = track(shown, config, tmp_path)
@@ -109,7 +109,7 @@ def test_online_runs(monkeypatch, tmp_path, name):
     assert one == again and not shown.texts
     options = one.kwargs
     assert options["project"] == "sums" and options["resume"] == "allow"
-    assert options["name"].startswith(tmp_path.name) and options["config"]["layers"] == 4
+    assert options["name"].startswith(tmp_path.name) and options["config"]["lora"] == 4
     assert run.mock_calls == 2 * [
         mock.call.log({"step/loss": 2.0}, step=1),
         mock.call.log({"validation/loss": 1.5}, step=1),

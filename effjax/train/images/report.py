@@ -3,7 +3,6 @@
 from ...memory.render import format_bytes
 from ..errors import counted
 from ..mesh import describe_devices
-from ..report import format_sizes
 from .task import ImageResult, ImageTask
 
 
@@ -12,8 +11,9 @@ def describe(task: ImageTask) -> list[str]:
     config, data = task.config, task.dataset
     height, width, channels = data.image_shape
     train, validation = len(data.train_images), len(data.validation_images)
+    held_out = f", {validation} validation" if validation else ""
     lines = [
-        f"{data.name}: {format_sizes(train, validation, len(data.test_images))} images of "
+        f"{data.name}: {train} train{held_out} and {len(data.test_images)} test images of "
         f"{height}×{width}×{channels} in {len(data.class_names)} classes"
     ]
     if left_out := train % config.batch_size:

@@ -1,1 +1,1 @@
-"""Training of language models on bytes of a text, or from a checkpoint on rows of JSON."""
+"""Fine-tuning of language models on rows of JSON, and generation with them."""

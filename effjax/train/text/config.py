@@ -1,4 +1,4 @@
-"""The configurations of training runs on text. Imports no JAX."""
+"""The configuration of fine-tuning runs. Imports no JAX."""
 
 import dataclasses
 import math
@@ -8,6 +8,7 @@ from ..config import (
     COUNT,
     DATA,
     FRACTION,
+    MAX_SIZE,
     MODEL,
     NONNEGATIVE,
     OPTIMIZATION,
@@ -15,8 +16,8 @@ from ..config import (
     SHARE,
     SHARE_OR_COUNT,
     SIZE,
+    Check,
     RunConfig,
-    inherit,
     option,
 )
 from ..errors import TrainError
@@ -27,7 +28,14 @@ DPO_FULL_RATE, DPO_LORA_RATE = 1e-6, 1e-5
 DPO_BETA = 0.1
 PLANNED_PAIRS = 8  # of a packed row, for a plan without data
 MAX_WEIGHT = 1000  # of a data set
+# A token is predicted from the one before it.
+LENGTH = Check(f"be between 2 and {MAX_SIZE}", lambda value: 2 <= value <= MAX_SIZE)
 SAMPLE_TOKENS = 64
+# Options that have no effect without another one.
+NEEDED = {
+    "lora_alpha": "lora", "lora_targets": "lora", "rslora": "lora", "lora_dropout": "lora",
+    "sample_tokens": "sample_prompts", "sample_temperature": "sample_prompts",
+}  # fmt: skip
 Offload = Literal["none", "activations", "params", "all"]
 Policy = Literal["recompute", "dots", "everything"]
 ParamDtype = Literal["bfloat16", "bfloat16-24", "float32"]
@@ -35,218 +43,7 @@ Quantize = Literal["nf4", "int8"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TextConfig(RunConfig):
-    """Options of all runs that train a decoder."""
-
-    UNIT: ClassVar[Literal["epoch", "step"]] = "step"
-
-    offload: Offload = option(
-        "none",
-        help="Arrays in host memory: the residuals of the layers, parameters and optimizer state, "
-        "or both.",
-        group=MODEL,
-    )
-    fuse_update: bool = option(
-        False,
-        help="Update each layer during the backward pass. Gradients are then clipped by the norm "
-        "of the previous step.",
-        group=MODEL,
-    )
-    policy: Policy = option(
-        "recompute",
-        help="Residuals of a layer: its input only, also the matrix products, or everything. The "
-        "rest is recomputed in the backward pass.",
-        group=MODEL,
-    )
-    num_microbatches: int = option(
-        1,
-        help="Parts that the batch is split into. A layer is loaded once for all of them.",
-        group=MODEL,
-        check=SIZE,
-    )
-    mlp_chunk_size: int | None = option(
-        None,
-        help="Positions that an MLP processes at a time. (default: all)",
-        group=MODEL,
-        check=COUNT,
-    )
-    param_dtype: ParamDtype = option(
-        "float32",
-        help="Dtype of the parameters. Updated bfloat16 parameters are rounded stochastically; "
-        "bfloat16-24 keeps 8 more bits of each for the updates.",
-        group=MODEL,
-    )
-    steps: int | None = option(None, help="Steps to train.", group=OPTIMIZATION, check=COUNT)
-    report_every: int | None = option(
-        None,
-        help="Steps between validations, each with a checkpoint.",
-        group=OPTIMIZATION,
-        check=COUNT,
-    )
-    batch_size: int = option(
-        8, help="Examples per step, over all devices.", group=OPTIMIZATION, check=COUNT
-    )
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = option(
-        "adamw",
-        help="AdamW with moments in 32 or in 8 bits; or Muon for the matrices of each layer, and "
-        "AdamW for the rest.",
-        group=OPTIMIZATION,
-    )
-    learning_rate: float | None = option(
-        None, help="Largest learning rate.", group=OPTIMIZATION, check=POSITIVE
-    )
-    warmup: float = option(
-        0.1,
-        help="Share of the steps in which the learning rate grows. It then follows --schedule.",
-        group=OPTIMIZATION,
-        check=SHARE,
-    )
-    schedule: Literal["cosine", "linear", "constant"] = option(
-        "cosine", help="Form of the learning rate after the warmup.", group=OPTIMIZATION
-    )
-    first_rate: float = option(
-        0.1,
-        help="Learning rate at the start of the warmup, as a share of the largest.",
-        group=OPTIMIZATION,
-        check=FRACTION,
-    )
-    lowest_rate: float = option(
-        0.1,
-        help="Learning rate at the end of a cosine or linear schedule, as a share of the largest.",
-        group=OPTIMIZATION,
-        check=FRACTION,
-    )
-    beta1: float = option(
-        0.9, help="Decay rate of AdamW's first moment.", group=OPTIMIZATION, check=SHARE
-    )
-    beta2: float = option(
-        0.95, help="Decay rate of AdamW's second moment.", group=OPTIMIZATION, check=SHARE
-    )
-    epsilon: float = option(
-        1e-8,
-        help="Added to the root of AdamW's second moment.",
-        group=OPTIMIZATION,
-        check=POSITIVE,
-    )
-    weight_decay: float = option(
-        0.0,
-        help="Weight decay of linear layers. Norms and embeddings have none.",
-        group=OPTIMIZATION,
-        check=NONNEGATIVE,
-    )
-    clip_norm: float = option(
-        1.0,
-        help="Largest norm of the gradients. 0 disables clipping.",
-        group=OPTIMIZATION,
-        check=NONNEGATIVE,
-    )
-    dtype: Literal["float32", "bfloat16"] = option(
-        "float32", help="Dtype of the computation.", group=OPTIMIZATION
-    )
-    seed: int = inherit(
-        RunConfig, "seed", help="Seed of parameters or adapters, order and stochastic rounding."
-    )
-
-    @property
-    def stored_dtype(self) -> str:
-        """The dtype of the parameters, without the bits that the optimizer keeps."""
-        return self.param_dtype.removesuffix("-24")
-
-    @property
-    def has_validation(self) -> bool:
-        """True if there is a validation part."""
-        return self.validation > 0
-
-    @property
-    def row_length(self) -> int:
-        """Tokens of a row."""
-        raise NotImplementedError
-
-    @property
-    def rows_per_example(self) -> int:
-        """Rows of tokens of an example of a batch."""
-        return 1
-
-    def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return the shape and the dtype of each array of a batch, by name."""
-        return dict.fromkeys(("tokens", "labels"), ((self.batch_size, self.row_length), "int32"))
-
-    def resolve(self) -> Self:
-        """Return the configuration; raise TrainError for options that cannot be combined."""
-        if self.fuse_update and self.on_nan == "skip":
-            raise TrainError(
-                "`on_nan` (=skip) cannot be combined with `fuse_update`, which updates the last "
-                "layers before the gradients of the first ones exist"
-            )
-        if self.patience is not None and not self.has_validation:
-            raise TrainError(f"`patience` (={self.patience}) needs validation rows")
-        if self.batch_size % self.num_microbatches:
-            raise TrainError(
-                f"`num_microbatches` (={self.num_microbatches}) must divide `batch_size` "
-                f"(={self.batch_size})"
-            )
-        return super().resolve()
-
-    def check_devices(self, num_devices: int) -> None:
-        """Raise TrainError if the devices do not support the options."""
-        if self.num_microbatches > 1 < num_devices:
-            raise TrainError(
-                f"`num_microbatches` (={self.num_microbatches}) needs a single device, not "
-                f"{num_devices}"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LMConfig(TextConfig):
-    """Options of `effjax train lm`: a decoder of bytes with random parameters."""
-
-    COMMAND: ClassVar[str] = "lm"
-
-    data: str = option(
-        "pydoc",
-        help="pydoc (the help of Python), or text:PATH of a file or a folder.",
-        group=DATA,
-    )
-    validation: float = option(
-        0.1,
-        help="Bytes held out to select the best parameters: a share of the whole text, or a "
-        "number.",
-        group=DATA,
-        check=SHARE_OR_COUNT,
-    )
-    context: int = option(128, help="Context length in bytes.", group=DATA, check=SIZE)
-    layers: int = option(4, help="Number of layers.", group=MODEL, check=SIZE)
-    width: int = option(128, help="Channels of each layer.", group=MODEL, check=SIZE)
-    heads: int | None = option(
-        None,
-        help="Attention heads. (default: one per 128 channels, at least 4)",
-        group=MODEL,
-        check=SIZE,
-    )
-    steps: int = inherit(TextConfig, "steps", default=300)
-    report_every: int = inherit(TextConfig, "report_every", default=100)
-    learning_rate: float = inherit(TextConfig, "learning_rate", default=3e-3)
-    weight_decay: float = inherit(TextConfig, "weight_decay", default=0.1)
-
-    @property
-    def row_length(self) -> int:
-        """Tokens of a row."""
-        return self.context
-
-    def resolve(self) -> Self:
-        """Return the configuration with its number of heads."""
-        heads = max(self.width // 128, 4) if self.heads is None else self.heads
-        if self.width % (2 * heads):
-            nearest = max(self.width // (2 * heads), 1) * 2 * heads
-            raise TrainError(
-                f"`width` (={self.width}) must be divisible by 2 · `heads` (={heads}). Use "
-                f"{nearest}."
-            )
-        return dataclasses.replace(super().resolve(), heads=heads)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FinetuneConfig(TextConfig):
+class FinetuneConfig(RunConfig):
     """Options of `effjax finetune`.
 
     `prepare` fills in `steps` and `date`, and makes the path of the checkpoint absolute. The name
@@ -254,6 +51,7 @@ class FinetuneConfig(TextConfig):
     """
 
     COMMAND: ClassVar[str] = "finetune"
+    UNIT: ClassVar[Literal["epoch", "step"]] = "step"
 
     checkpoint: str | None = option(
         None,
@@ -301,7 +99,7 @@ class FinetuneConfig(TextConfig):
         2048,
         help="Tokens of a sequence, at least 2. Longer conversations are cut.",
         group=DATA,
-        check=SIZE,
+        check=LENGTH,
     )
     packing: bool = option(
         True,
@@ -358,7 +156,42 @@ class FinetuneConfig(TextConfig):
         "bits (int8), with a scale for 64 values each. (default: in --param-dtype)",
         group=MODEL,
     )
-    param_dtype: ParamDtype = inherit(TextConfig, "param_dtype", default="bfloat16")
+    offload: Offload = option(
+        "none",
+        help="Arrays in host memory: the residuals of the layers, parameters and optimizer state, "
+        "or both.",
+        group=MODEL,
+    )
+    fuse_update: bool = option(
+        False,
+        help="Update each layer during the backward pass. Gradients are then clipped by the norm "
+        "of the previous step.",
+        group=MODEL,
+    )
+    policy: Policy = option(
+        "recompute",
+        help="Residuals of a layer: its input only, also the matrix products, or everything. The "
+        "rest is recomputed in the backward pass.",
+        group=MODEL,
+    )
+    num_microbatches: int = option(
+        1,
+        help="Parts that the batch is split into. A layer is loaded once for all of them.",
+        group=MODEL,
+        check=SIZE,
+    )
+    mlp_chunk_size: int | None = option(
+        None,
+        help="Positions that an MLP processes at a time. (default: all)",
+        group=MODEL,
+        check=COUNT,
+    )
+    param_dtype: ParamDtype = option(
+        "bfloat16",
+        help="Dtype of the parameters. Updated bfloat16 parameters are rounded stochastically; "
+        "bfloat16-24 keeps 8 more bits of each for the updates.",
+        group=MODEL,
+    )
     loss: Literal["cross_entropy", "dpo"] = option(
         "cross_entropy",
         help="The cross entropy of tokens; or dpo, the preferences of rows with `chosen` and "
@@ -373,6 +206,86 @@ class FinetuneConfig(TextConfig):
         check=POSITIVE,
     )
     epochs: int = option(3, help="Passes over the rows.", group=OPTIMIZATION, check=COUNT)
+    steps: int | None = option(
+        None,
+        help="Steps to train. (default: those of --epochs)",
+        group=OPTIMIZATION,
+        check=COUNT,
+    )
+    report_every: int | None = option(
+        None,
+        help="Steps between validations, each with a checkpoint. (default: an epoch)",
+        group=OPTIMIZATION,
+        check=COUNT,
+    )
+    batch_size: int = option(
+        8,
+        help="Rows of --max-length tokens per step, over all devices; with --loss dpo, pairs of "
+        "them.",
+        group=OPTIMIZATION,
+        check=COUNT,
+    )
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = option(
+        "adamw",
+        help="AdamW with moments in 32 or in 8 bits; or Muon for the matrices of each layer, and "
+        "AdamW for the rest.",
+        group=OPTIMIZATION,
+    )
+    learning_rate: float | None = option(
+        None,
+        help=f"Largest learning rate. (default: {FULL_RATE:g}, or {LORA_RATE:g} with --lora; with "
+        f"--loss dpo {DPO_FULL_RATE:g}, or {DPO_LORA_RATE:g})",
+        group=OPTIMIZATION,
+        check=POSITIVE,
+    )
+    warmup: float = option(
+        0.03,
+        help="Share of the steps in which the learning rate grows. It then follows --schedule.",
+        group=OPTIMIZATION,
+        check=SHARE,
+    )
+    schedule: Literal["cosine", "linear", "constant"] = option(
+        "cosine", help="Form of the learning rate after the warmup.", group=OPTIMIZATION
+    )
+    first_rate: float = option(
+        0.1,
+        help="Learning rate at the start of the warmup, as a share of the largest.",
+        group=OPTIMIZATION,
+        check=FRACTION,
+    )
+    lowest_rate: float = option(
+        0.1,
+        help="Learning rate at the end of a cosine or linear schedule, as a share of the largest.",
+        group=OPTIMIZATION,
+        check=FRACTION,
+    )
+    beta1: float = option(
+        0.9, help="Decay rate of AdamW's first moment.", group=OPTIMIZATION, check=SHARE
+    )
+    beta2: float = option(
+        0.95, help="Decay rate of AdamW's second moment.", group=OPTIMIZATION, check=SHARE
+    )
+    epsilon: float = option(
+        1e-8,
+        help="Added to the root of AdamW's second moment.",
+        group=OPTIMIZATION,
+        check=POSITIVE,
+    )
+    weight_decay: float = option(
+        0.0,
+        help="Weight decay of linear layers. Norms and embeddings have none.",
+        group=OPTIMIZATION,
+        check=NONNEGATIVE,
+    )
+    clip_norm: float = option(
+        1.0,
+        help="Largest norm of the gradients. 0 disables clipping.",
+        group=OPTIMIZATION,
+        check=NONNEGATIVE,
+    )
+    dtype: Literal["float32", "bfloat16"] = option(
+        "bfloat16", help="Dtype of the computation.", group=OPTIMIZATION
+    )
     sample_prompts: str | None = option(
         None,
         help="A file with a prompt in each line. At each validation, the texts that the model "
@@ -389,39 +302,17 @@ class FinetuneConfig(TextConfig):
         "probable token)",
         check=NONNEGATIVE,
     )
-    steps: int | None = inherit(
-        TextConfig, "steps", help="Steps to train. (default: those of --epochs)"
-    )
-    report_every: int | None = inherit(
-        TextConfig,
-        "report_every",
-        help="Steps between validations, each with a checkpoint. (default: an epoch)",
-    )
-    batch_size: int = inherit(
-        TextConfig,
-        "batch_size",
-        help="Rows of --max-length tokens per step, over all devices; with --loss dpo, pairs of "
-        "them.",
-    )
-    learning_rate: float | None = inherit(
-        TextConfig,
-        "learning_rate",
-        help=f"Largest learning rate. (default: {FULL_RATE:g}, or {LORA_RATE:g} with --lora; with "
-        f"--loss dpo {DPO_FULL_RATE:g}, or {DPO_LORA_RATE:g})",
-    )
-    warmup: float = inherit(TextConfig, "warmup", default=0.03)
-    dtype: Literal["float32", "bfloat16"] = inherit(TextConfig, "dtype", default="bfloat16")
 
     def __post_init__(self) -> None:
         for name in ("data", "validation_data"):
-            if isinstance(value := getattr(self, name), str):  # in Python, and in earlier runs
+            if isinstance(value := getattr(self, name), str):  # in Python
                 object.__setattr__(self, name, [value])
         super().__post_init__()
 
     @property
-    def has_validation(self) -> bool:
-        """True if there is a validation part."""
-        return self.validation > 0 or bool(self.validation_data)
+    def stored_dtype(self) -> str:
+        """The dtype of the parameters, without the bits that the optimizer keeps."""
+        return self.param_dtype.removesuffix("-24")
 
     @property
     def weights_of_data(self) -> list[float] | None:
@@ -440,11 +331,6 @@ class FinetuneConfig(TextConfig):
         return weights
 
     @property
-    def row_length(self) -> int:
-        """Tokens of a row."""
-        return self.max_length
-
-    @property
     def has_pairs(self) -> bool:
         """True if an example is a pair of a chosen and a rejected answer."""
         return self.loss == "dpo"
@@ -456,7 +342,7 @@ class FinetuneConfig(TextConfig):
 
     def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and the dtype of each array of a batch, by name."""
-        rows = self.batch_size, *([2] if self.has_pairs else []), self.row_length
+        rows = self.batch_size, *([2] if self.has_pairs else []), self.max_length
         names = "tokens", "labels", "positions", *(["segment_ids"] if self.packing else [])
         shapes = {**dict.fromkeys(names, (rows, "int32")), "weights": (rows, "float32")}
         if self.has_pairs:
@@ -474,22 +360,28 @@ class FinetuneConfig(TextConfig):
         return self.lora_alpha / (math.sqrt(self.lora) if self.rslora else self.lora)
 
     def resolve(self) -> Self:
-        """Return the configuration with its learning rate."""
-        if self.max_length < 2:
-            raise TrainError(f"`max_length` (={self.max_length}) must be at least 2")
+        """Return the configuration with the defaults that depend on other options.
+
+        Raises:
+            TrainError: Options that cannot be combined.
+        """
         if self.adapter is not None and self.lora is None:
             return self._with_adapter().resolve()
-        for name in ("lora_alpha", "lora_targets", "rslora", "lora_dropout"):
-            if (value := getattr(self, name)) and self.lora is None:
-                raise TrainError(f"`{name}` (={value}) needs `lora`")
+        self._check()
+        beta = DPO_BETA if self.has_pairs else None
+        rate = self._default_rate if self.learning_rate is None else self.learning_rate
+        return dataclasses.replace(self, learning_rate=rate, dpo_beta=self.dpo_beta or beta)
+
+    def _check(self) -> None:
+        for name, needed in NEEDED.items():
+            value = getattr(self, name)
+            if value is not None and value is not False and getattr(self, needed) is None:
+                raise TrainError(f"`{name}` (={value}) needs `{needed}`")
         if self.quantize is not None and self.lora is None:
             raise TrainError(
                 f"`quantize` (={self.quantize}) needs `lora`: quantized weights cannot be trained. "
                 "Train adapters, such as those of `lora` (=16)"
             )
-        for name in ("sample_tokens", "sample_temperature"):
-            if (value := getattr(self, name)) is not None and self.sample_prompts is None:
-                raise TrainError(f"`{name}` (={value}) needs `sample_prompts`")
         if self.rslora and self.lora_alpha is None:
             raise TrainError("`rslora` needs `lora_alpha`")
         if self.lora is not None and self.optimizer == "muon":
@@ -498,17 +390,32 @@ class FinetuneConfig(TextConfig):
             )
         if self.dpo_beta is not None and not self.has_pairs:
             raise TrainError(f"`dpo_beta` (={self.dpo_beta:g}) needs `loss` (=dpo)")
-        beta = DPO_BETA if self.has_pairs else None
         count, weights = len(self.data or ()), self.weights_of_data
         if weights is not None and len(weights) != count:
             raise TrainError(
                 f"`data_weights` (={self.data_weights}) must have a number for each `data`, and "
                 f"there are {count}"
             )
-        rate = self._default_rate if self.learning_rate is None else self.learning_rate
-        return dataclasses.replace(
-            super().resolve(), learning_rate=rate, dpo_beta=self.dpo_beta or beta
-        )
+        if self.fuse_update and self.on_nan == "skip":
+            raise TrainError(
+                "`on_nan` (=skip) cannot be combined with `fuse_update`, which updates the last "
+                "layers before the gradients of the first ones exist"
+            )
+        if self.patience is not None and not (self.validation or self.validation_data):
+            raise TrainError(f"`patience` (={self.patience}) needs validation rows")
+        if self.batch_size % self.num_microbatches:
+            raise TrainError(
+                f"`num_microbatches` (={self.num_microbatches}) must divide `batch_size` "
+                f"(={self.batch_size})"
+            )
+
+    def check_devices(self, num_devices: int) -> None:
+        """Raise TrainError if the devices do not support the options."""
+        if self.num_microbatches > 1 < num_devices:
+            raise TrainError(
+                f"`num_microbatches` (={self.num_microbatches}) needs a single device, not "
+                f"{num_devices}"
+            )
 
     @property
     def _default_rate(self) -> float:

@@ -32,7 +32,7 @@ class FinetunedModel(NamedTuple):
     @property
     def exported(self) -> Path:
         """The folder with the model in Hugging Face's layout, or the adapters in PEFT's."""
-        return self.path / (self.result.exported or "")
+        return self.path / self.result.exported
 
 
 def finetune(

@@ -1,8 +1,6 @@
 """A decoder, its optimizer and its training step, with arrays in device or host memory."""
 
 import dataclasses
-import functools
-import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,16 +15,13 @@ from ...models.decoder import (
     SCALES,
     DecoderFunctions,
     Params,
-    decoder_layer_keys,
-    init_decoder_layer,
-    init_decoder_others,
 )
 from ...models.decoder_config import check_dropout
-from ...ops.offload import OffloadState, host_init, offload_scan, offload_train_step, to_device
+from ...ops.offload import OffloadState, offload_scan, offload_train_step, to_device
 from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
 from ..optimizers import make_optimizer, make_schedule
-from .config import FinetuneConfig, LMConfig, Offload, Policy, Quantize, TextConfig
+from .config import FinetuneConfig, Offload, Policy, Quantize
 from .preferences import as_rows, preference_loss, sum_log_probs
 
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # suffixes of the names of adapters
@@ -35,11 +30,6 @@ POLICIES: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "everything": jax.checkpoint_policies.everything_saveable,
 }
-NUM_BYTES = 256  # the vocabulary of a model of bytes
-# The width of its MLPs is rounded up to whole tiles of a TPU: XLA copies a stack in host memory as
-# a whole if its last axis has a part of a tile.
-TILE = 128
-
 
 # (logits, batch) -> (loss_sum, weight)
 Loss = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
@@ -57,22 +47,8 @@ def is_adapter(path: Any, leaf: Any = None) -> bool:
     return path[-1].key.endswith((LORA_A, LORA_B))
 
 
-def byte_decoder(config: LMConfig) -> DecoderConfig:
-    """Return a decoder of bytes, in the proportions of Llama."""
-    width, heads, multiple = config.width, config.heads, TILE if config.width >= TILE else 8
-    assert heads is not None
-    return DecoderConfig(
-        model_type="llama", vocab_size=NUM_BYTES, hidden_size=width,
-        intermediate_size=-(-8 * width // (3 * multiple)) * multiple,
-        num_hidden_layers=config.layers, num_attention_heads=heads,
-        num_key_value_heads=heads, head_dim=width // heads,
-        dtype=config.stored_dtype,
-        other_settings=json.dumps({"initializer_range": width**-0.5}),
-    )  # fmt: skip
-
-
 def make_learner(
-    config: TextConfig, model: DecoderConfig, mesh: AnyMesh, loss: "Loss | None" = None
+    config: FinetuneConfig, model: DecoderConfig, mesh: AnyMesh, loss: "Loss | None" = None
 ) -> "DecoderLearner":
     """Create the learner of a configuration. Nothing is computed.
 
@@ -89,17 +65,14 @@ def make_learner(
         check_dropout(model)
     except ValueError as error:
         raise TrainError(str(error)) from error
-    lora = isinstance(config, FinetuneConfig)
     return DecoderLearner(
         model=model, optimizer=_make_optimizer(config), mesh=mesh, dtype=config.dtype,
         offload=config.offload, fuse_update=config.fuse_update, policy=config.policy,
         num_microbatches=config.num_microbatches, mlp_chunk_size=config.mlp_chunk_size,
         clip_norm=config.clip_norm or None, skip_nonfinite=config.on_nan == "skip",
-        lora_rank=config.lora if lora else None, lora_scale=config.lora_scale if lora else 1.0,
-        lora_targets=_find_targets(config, model) if lora else None,
-        lora_dropout=(config.lora_dropout or 0.0) if lora else 0.0,
-        quantize=config.quantize if lora else None, loss=loss,
-        dpo_beta=config.dpo_beta if lora else None,
+        lora_rank=config.lora, lora_scale=config.lora_scale,
+        lora_targets=_find_targets(config, model), lora_dropout=config.lora_dropout or 0.0,
+        quantize=config.quantize, loss=loss, dpo_beta=config.dpo_beta,
     )  # fmt: skip
 
 
@@ -117,7 +90,7 @@ def _find_targets(config: FinetuneConfig, model: DecoderConfig) -> tuple[str, ..
     return tuple(m for m in modules if m in targets or m.rpartition(".")[2] in targets)
 
 
-def learning_rate_schedule(config: TextConfig) -> optax.Schedule:
+def learning_rate_schedule(config: FinetuneConfig) -> optax.Schedule:
     """Return the learning rate of a run whose number of steps is known."""
     assert config.learning_rate is not None and config.steps is not None
     return make_schedule(
@@ -126,7 +99,7 @@ def learning_rate_schedule(config: TextConfig) -> optax.Schedule:
     )  # fmt: skip
 
 
-def _make_optimizer(config: TextConfig) -> optax.GradientTransformation:
+def _make_optimizer(config: FinetuneConfig) -> optax.GradientTransformation:
     return make_optimizer(
         config.optimizer, learning_rate_schedule(config), config.weight_decay,
         master_copy=config.param_dtype == "bfloat16-24", seed=config.seed, b1=config.beta1,
@@ -246,23 +219,6 @@ class DecoderLearner:
         init, _ = self._offload_functions()
         state = DecoderState(jnp.int32(0), init(layers, others))
         return put(state, self._shardings(state))
-
-    def random_params(self, seed: int) -> tuple[Params, Params]:
-        """Return random parameters ``(layers, others)``, in the places of `model_shapes`."""
-        key, model = jax.random.key(seed), self.model
-        layer_shapes, other_shapes = self.model_shapes()
-        layers, others = (
-            {name: a.sharding.with_memory_kind("device") for name, a in tree.items()}
-            for tree in (layer_shapes, other_shapes)
-        )
-        init, keys = functools.partial(init_decoder_layer, model), decoder_layer_keys(model, key)
-        if self.params_on_host:  # one layer at a time
-            stack = host_init(init, keys, shardings=layers)
-        else:
-            stack = jax.jit(jax.vmap(init), out_shardings=layers)(keys)
-        init_others = jax.jit(functools.partial(init_decoder_others, model), out_shardings=others)
-        rest = init_others(key)
-        return stack, put(rest, {name: a.sharding for name, a in other_shapes.items()})
 
     def train_step(self) -> Callable:
         """Return the training step, ``(state, batch, key) -> (state, loss)``, not compiled.

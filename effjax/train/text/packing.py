@@ -4,12 +4,13 @@ import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import numpy as np
 
 from .rows import FinetuneData, Sequences
-from .windows import Batch
+
+# int32 [N, T], apart from `weights` (float32); the names are those of `decoder_functions`.
+Batch = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -240,45 +241,6 @@ class PackedRows:
     source: FinetuneData
     train: PackedSequences | PackedPairs
     validation: PackedSequences | PackedPairs
-
-    unigram_bits: ClassVar[None] = None
-
-    @property
-    def unit(self) -> str:
-        """The unit that losses are means over: "pair" or "token"."""
-        return "pair" if isinstance(self.train, PackedPairs) else "token"
-
-    @property
-    def has_validation(self) -> bool:
-        """True if the validation part is not empty."""
-        return len(self.validation) > 0
-
-    @property
-    def tokens_per_row(self) -> float:
-        """Mean number of tokens of a row, without padding."""
-        return self.train.tokens_per_row
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Number of rows of the train part."""
-        return len(self.train)
-
-    def describe(self) -> dict[str, Any]:
-        """Return what distinguishes these data from others, for config.json."""
-        return self.source.describe()
-
-    def train_batches(
-        self, batch_size: int, seed: int, first_step: int = 0, rows: slice = slice(None)
-    ) -> Iterator[Batch]:
-        """Yield batches without end, as the function `train_batches`."""
-        return train_batches(self.train, batch_size, seed, first_step, rows)
-
-    def eval_batches(
-        self, part: str, batch_size: int, rows: slice = slice(None)
-    ) -> Iterator[Batch]:
-        """Yield the batches of the validation part. There is no test part."""
-        if part == "validation":
-            yield from eval_batches(self.validation, batch_size, rows)
 
 
 def train_batches(

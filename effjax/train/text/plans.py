@@ -1,4 +1,4 @@
-"""Training steps of runs on text for the planner, and the options that trade time for memory.
+"""Training steps of fine-tuning for the planner, and the options that trade time for memory.
 
 No data and no weights are read; of a checkpoint only config.json.
 """
@@ -17,8 +17,8 @@ from ..errors import TrainError
 from ..mesh import batch_sharding, planning_mesh
 from ..task import Form, MemoryChoices
 from .base import find_base
-from .config import FinetuneConfig, LMConfig, TextConfig
-from .learner import byte_decoder, make_learner
+from .config import FinetuneConfig
+from .learner import make_learner
 
 AS_GIVEN = "as given"  # the form of a step with the options that are given
 # The options that `effjax memory` changes to compare forms of a step.
@@ -40,18 +40,15 @@ _PLACES: dict[tuple[str, str], Any] = {
 }
 
 
-def read_model(config: TextConfig) -> DecoderConfig:
+def read_model(config: FinetuneConfig) -> DecoderConfig:
     """Return the model of a configuration, with the dtype of the parameters."""
-    if isinstance(config, LMConfig):
-        return byte_decoder(config)
-    assert isinstance(config, FinetuneConfig)
     if config.checkpoint is None:
         raise TrainError("finetune needs CHECKPOINT, the config.json of a model or its folder.")
     return find_base(config.checkpoint, config.stored_dtype, allow_file=True).model
 
 
 def training_step(
-    config: TextConfig, num_devices: int = 1, model: DecoderConfig | None = None
+    config: FinetuneConfig, num_devices: int = 1, model: DecoderConfig | None = None
 ) -> tuple[Any, ...]:
     """Return the training step of a run and the shapes of its arguments, `(fun, *args)`.
 
@@ -72,7 +69,7 @@ def training_step(
     return offload_jit(learner.train_step()), learner.shapes(), batch, key
 
 
-def forms(config: TextConfig, given: Collection[str], num_devices: int = 1) -> dict[str, Form]:
+def forms(config: FinetuneConfig, given: Collection[str], num_devices: int = 1) -> dict[str, Form]:
     """Return the forms of the step of a run to compare; one, if the options choose it.
 
     Args:
@@ -96,33 +93,31 @@ def forms(config: TextConfig, given: Collection[str], num_devices: int = 1) -> d
     return result
 
 
-def smaller_states(config: TextConfig) -> Iterator[TextConfig]:
+def smaller_states(config: FinetuneConfig) -> Iterator[FinetuneConfig]:
     """Yield configurations that train with less memory for parameters and moments."""
     if config.optimizer != "adamw8bit":
         yield dataclasses.replace(config, optimizer="adamw8bit")
-    if isinstance(config, FinetuneConfig):
-        if config.lora is None:
-            config = dataclasses.replace(config, lora=16, learning_rate=None).resolve()
-            yield config
-        if config.quantize is None:
-            yield dataclasses.replace(config, quantize="nf4")
+    if config.lora is None:
+        config = dataclasses.replace(config, lora=16, learning_rate=None).resolve()
+        yield config
+    if config.quantize is None:
+        yield dataclasses.replace(config, quantize="nf4")
 
 
-def smaller_batches(config: TextConfig) -> Iterator[tuple[TextConfig, float]]:
+def smaller_batches(config: FinetuneConfig) -> Iterator[tuple[FinetuneConfig, float]]:
     """Yield configurations with fewer tokens in a step, and their share of the tokens."""
     size = config.batch_size
     while size > 1 and size // 2 % config.num_microbatches == 0:
         size //= 2
         yield dataclasses.replace(config, batch_size=size), size / config.batch_size
-    name = "context" if isinstance(config, LMConfig) else "max_length"
-    length = config.row_length
+    length = config.max_length
     while length > 512:
         length //= 2
-        share = size * length / (config.batch_size * config.row_length)
-        yield dataclasses.replace(config, batch_size=size, **{name: length}), share
+        share = size * length / (config.batch_size * config.max_length)
+        yield dataclasses.replace(config, batch_size=size, max_length=length), share
 
 
-def memory_choices(config: TextConfig, given: set[str], num_devices: int = 1) -> MemoryChoices:
+def memory_choices(config: FinetuneConfig, given: set[str], num_devices: int = 1) -> MemoryChoices:
     """Return the options of a run that trade time for memory.
 
     Args:
@@ -136,26 +131,29 @@ def memory_choices(config: TextConfig, given: set[str], num_devices: int = 1) ->
         "activations": ("device", "host"),
         "params": ("device", "host"),
         "num_microbatches": (1, 2, 4, 8),
+        "mlp_chunk_size": (None, 1024),
     }
     # Later values of these may be faster, too: long contexts are recomputed faster than residuals
     # are read.
-    not_by_time = ["policy"]
-    if isinstance(config, FinetuneConfig):
-        options["mlp_chunk_size"] = (None, 1024)
-        not_by_time.append("mlp_chunk_size")
+    not_by_time = ["policy", "mlp_chunk_size"]
     options |= {name: (getattr(config, name),) for name in options.keys() & given}
     # To update layers during the backward pass saves memory, and takes about the same time.
     fuses = config.fuse_update or "fuse_update" not in given
 
-    def change(activations: str, params: str, **values: Any) -> TextConfig | None:
-        chunk = values.get("mlp_chunk_size")
-        if "mlp_chunk_size" not in given and (chunk or 0) >= config.row_length:
+    def change(
+        activations: str, params: str, mlp_chunk_size: int | None, **values: Any
+    ) -> FinetuneConfig | None:
+        if "mlp_chunk_size" not in given and (mlp_chunk_size or 0) >= config.max_length:
             return None  # the same as None
         fuse_update = fuses and config.on_nan != "skip"
         offload = _PLACES[activations, params]
         try:
             changed = dataclasses.replace(
-                config, offload=offload, fuse_update=fuse_update, **values
+                config,
+                offload=offload,
+                fuse_update=fuse_update,
+                mlp_chunk_size=mlp_chunk_size,
+                **values,
             ).resolve()
             changed.check_devices(num_devices)
         except TrainError:  # the options do not fit each other
@@ -163,14 +161,14 @@ def memory_choices(config: TextConfig, given: set[str], num_devices: int = 1) ->
         return changed
 
     model, dtype = read_model(config.resolve()), jnp.dtype(config.dtype)
-    tokens = config.batch_size * config.rows_per_example * config.row_length
+    tokens = config.batch_size * config.rows_per_example * config.max_length
     # All policies keep the inputs of the layers.
     residuals = model.num_hidden_layers * tokens * model.hidden_size * dtype.itemsize
 
     def min_bytes(activations: str, **_: Any) -> tuple[int, int]:
         return (0, residuals) if activations == "host" else (residuals // num_devices, 0)
 
-    def step(config: TextConfig) -> tuple[Any, ...]:
+    def step(config: FinetuneConfig) -> tuple[Any, ...]:
         return training_step(config, num_devices, model)
 
     return MemoryChoices(options, not_by_time, change, step, min_bytes)

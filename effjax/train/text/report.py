@@ -1,14 +1,10 @@
 """The output of a run on text: its description and its result."""
 
-import math
-
 from ..errors import counted
 from ..mesh import describe_devices
-from ..report import format_sizes
 from .config import FinetuneConfig
 from .packing import PackedRows
 from .task import TextResult, TextTask
-from .windows import TextWindows
 
 
 def describe(task: TextTask) -> list[str]:
@@ -16,16 +12,11 @@ def describe(task: TextTask) -> list[str]:
     config, learner = task.config, task.learner
     steps = f"{counted(config.steps or 0, 'step')}, {describe_devices(task.mesh)}"
     pairs = " × 2" if config.rows_per_example == 2 else ""
-    batch = f"{config.dtype}, batch {config.batch_size}{pairs} × {config.row_length}"
+    batch = f"{config.dtype}, batch {config.batch_size}{pairs} × {config.max_length}"
     model = (
         f"{counted(learner.model.num_hidden_layers, 'layer')} of width "
         f"{learner.model.hidden_size}, {learner.num_params} parameters"
     )
-    if isinstance(task.data, TextWindows):
-        text = task.data.text
-        sizes = format_sizes(len(text.train), len(text.validation), len(text.test))
-        return [f"{text.name}: {sizes} bytes", f"{model}, {batch}, {steps}"]
-    assert isinstance(config, FinetuneConfig)
     trained = "all trained"
     if config.lora is not None:
         dropout = f" with dropout {config.lora_dropout:g}" if config.lora_dropout else ""
@@ -67,7 +58,7 @@ def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:
     """Describe the sequences, what was left out, and how they are packed."""
     data = rows.source
     noun, share = ("pairs", 2) if config.has_pairs else ("sequences", 1)
-    held_out = f" and {len(data.validation) // share} validation" if rows.has_validation else ""
+    held_out = f" and {len(data.validation) // share} validation" if len(rows.validation) else ""
     lines = [
         f"{data.name}: {len(data.train) // share} train{held_out} {noun} of "
         f"{counted(data.num_rows, 'row')}, {len(data.train.tokens)} train tokens, "
@@ -95,20 +86,10 @@ def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:
 
 def result_rows(result: TextResult) -> list[tuple[str, str]]:
     """Return the names and values of the final table."""
-    of_bytes = result.unigram_bits is not None
-    step = f"{'last' if result.validation_loss is None else 'best'} step, {result.best_step}"
-    losses = {
-        "train loss": result.train_loss,
-        f"validation loss of the {step}": result.validation_loss,
-        f"test loss of the {step}": result.test_loss,
-        "test loss without context": result.unigram_bits and result.unigram_bits * math.log(2),
-    }
-    bits = ", {:.3f} bits/byte" if of_bytes else ""
-    rows = [
-        (name, f"{loss:.4f} nats" + bits.format(loss / math.log(2)))
-        for name, loss in losses.items()
-        if loss is not None
-    ]
+    rows = [("train loss", f"{result.train_loss:.4f} nats")]
+    if result.validation_loss is not None:
+        name = f"validation loss of the best step, {result.best_step}"
+        rows.append((name, f"{result.validation_loss:.4f} nats"))
     return [
         *rows,
         ("trained parameters", str(result.num_trained)),

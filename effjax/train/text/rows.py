@@ -206,8 +206,6 @@ def load_rows(
         DataError: A file cannot be read, a row is malformed (the message has its line number), or a
             part would be empty.
     """
-    if max_length < 2:
-        raise DataError(f"`max_length` (={max_length}) must be at least 2")
     names, validation_names = (
         [str(one)] if isinstance(one, str | Path) else [*(one or ())]
         for one in (path, validation_path)

@@ -7,7 +7,7 @@ from rich.text import Text
 from ..errors import counted, printable
 from .chat import Tokenizer
 from .config import FinetuneConfig
-from .packing import PackedRows
+from .packing import PackedRows, train_batches
 
 LOSS, CONTEXT = "bold green", "dim"  # styles of tokens
 OPEN, CLOSE = (
@@ -37,7 +37,7 @@ def show_rows(
         with_ids: Whether the id of each token follows it.
     """
     count = min(count, len(rows.train))
-    batch = next(rows.train_batches(count, config.seed))
+    batch = next(train_batches(rows.train, count, config.seed))
     sides = [""]
     if config.has_pairs:
         sides = [", chosen", ", rejected"]

@@ -1,10 +1,9 @@
-"""Training of a language model, from random parameters or a checkpoint, as a task of the loop."""
+"""Fine-tuning of a language model, as a task of the training loop."""
 # ruff: noqa: D102 (`Task` documents the methods)
 
 import dataclasses
 import datetime
 import functools
-import math
 import statistics
 import time
 from collections import defaultdict
@@ -24,21 +23,28 @@ from ..run_directory import RunDirectory
 from ..task import SAMPLES, Metrics, Part, Record, Task, TrainStep
 from .base import ADAPTER, MODEL, Base, find_base, load_adapters
 from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
-from .config import FinetuneConfig, LMConfig, TextConfig
+from .config import FinetuneConfig
 from .learner import (
     LORA_A,
     LORA_B,
     DecoderLearner,
     DecoderState,
     Loss,
-    byte_decoder,
     learning_rate_schedule,
     make_learner,
 )
-from .packing import PackedPairs, PackedRows, number_rows, pack, pack_pairs
+from .packing import (
+    Batch,
+    PackedPairs,
+    PackedRows,
+    eval_batches,
+    number_rows,
+    pack,
+    pack_pairs,
+    train_batches,
+)
 from .rows import FinetuneData, load_rows
 from .samples import Samples, read_prompts
-from .windows import Batch, Text, TextWindows, check_length, hold_out, load_text
 
 LoadProgress = Callable[[int, int], object]  # called with the bytes read and their total
 
@@ -51,35 +57,27 @@ class TextResult:
         train_loss: Mean over the steps between the last two reports.
         best_step: The step with the lowest validation loss, or the last one without validation.
         validation_loss: Loss of the parameters after `best_step`; None without validation.
-        test_loss: The same of the test part; None without one.
-        test_bits_per_byte: The same in bits.
-        unigram_bits: Bits per test byte of a model without context, for comparison.
         tokens_per_second: Median over the reports, without padding. The first step of each
             interval, which may include compilation, counts only if there is no other.
         num_params: The number of parameters of the model.
         num_trained: The number of trained parameters.
-        exported: The folder with the parameters of `best_step`, within the run; None for a model
-            of bytes.
+        exported: The folder with the parameters of `best_step`, within the run.
         seconds: The duration of the run.
     """
 
     train_loss: float
     best_step: int
     validation_loss: float | None
-    test_loss: float | None
-    test_bits_per_byte: float | None
-    unigram_bits: float | None
     tokens_per_second: float
     num_params: int
     num_trained: int
-    exported: str | None
+    exported: str
     seconds: float
 
 
 def prepare(
-    config: TextConfig,
+    config: FinetuneConfig,
     devices: Devices | None = None,
-    text: Text | None = None,
     load_progress: LoadProgress | None = None,
     resume: bool = False,
     loss: Loss | None = None,
@@ -89,7 +87,6 @@ def prepare(
     Args:
         config: The options.
         devices: Where to train. The default is all devices of all processes.
-        text: The text of an `LMConfig`. The default is that of `config.data`.
         load_progress: Called while the weights of the checkpoint are read.
         resume: Whether the weights will be those of a checkpoint of the run. The files of
             `config.checkpoint` are not checked then.
@@ -103,19 +100,12 @@ def prepare(
     mesh = make_mesh(config.mesh, devices)
     check_batch_size(config.batch_size, mesh)
     config.check_devices(mesh.size)
-    if isinstance(config, LMConfig):
-        text = hold_out(load_text(config.data) if text is None else text, config.validation)
-        check_length(text, config.context)
-        data, base, model = TextWindows(text, config.context), None, byte_decoder(config)
-        samples = None
-    else:
-        assert isinstance(config, FinetuneConfig) and text is None
-        if config.has_pairs and loss is not None:
-            raise TrainError("`loss` (=dpo) cannot be combined with a function as the loss")
-        config, data, base, tokenizer = read_rows(config)
-        model, samples = base.model, read_prompts(config, base, tokenizer)
-    learner = make_learner(config, model, mesh, loss)
-    if base is not None and not resume:  # otherwise the weights are those of the run
+    if config.has_pairs and loss is not None:
+        raise TrainError("`loss` (=dpo) cannot be combined with a function as the loss")
+    config, data, base, tokenizer = read_rows(config)
+    learner = make_learner(config, base.model, mesh, loss)
+    samples = read_prompts(config, base, tokenizer)
+    if not resume:  # otherwise the weights are those of the run
         base.check(*learner.model_shapes())
     schedule = learning_rate_schedule(config)
     return TextTask(config, mesh, schedule, data, base, learner, load_progress, samples)
@@ -182,7 +172,7 @@ class TextTask(Task[TextResult]):
 
     Attributes:
         data: The rows of tokens.
-        base: The checkpoint that the run starts with; None for random parameters.
+        base: The checkpoint that the run starts with.
         learner: The decoder and its optimizer.
         load_progress: Called while the weights of the checkpoint are read.
         samples: Prompts to complete at each evaluation, or None.
@@ -190,9 +180,9 @@ class TextTask(Task[TextResult]):
 
     items = "tokens"
 
-    config: TextConfig
-    data: TextWindows | PackedRows
-    base: Base | None
+    config: FinetuneConfig
+    data: PackedRows
+    base: Base
     learner: DecoderLearner
     load_progress: LoadProgress | None = None
     samples: Samples | None = None
@@ -205,37 +195,30 @@ class TextTask(Task[TextResult]):
     def eval_steps(self) -> Sequence[int]:
         steps = self.config.steps
         assert steps is not None
-        epoch = max(self.data.rows_per_epoch / self.config.batch_size, 1)
+        epoch = max(len(self.data.train) / self.config.batch_size, 1)
         every = self.config.report_every or epoch
         reports = [round(i * every) for i in range(1, int(steps / every) + 1)]
         return [*(step for step in reports if step < steps), steps]
 
     @property
     def items_per_step(self) -> int:
-        return round(self.config.batch_size * self.data.tokens_per_row)
+        return round(self.config.batch_size * self.data.train.tokens_per_row)
 
     def describe(self) -> dict[str, Any]:
-        description = self.config.describe(__version__, self.data.describe())
-        if self.base is not None:
-            description["base"] = {"config_sha256": self.base.config_sha256}
-        return description
+        description = self.config.describe(__version__, self.data.source.describe())
+        return description | {"base": {"config_sha256": self.base.config_sha256}}
 
-    def digest_base(self) -> str | None:
-        return None if self.base is None else self.base.digest_weights()
+    def digest_base(self) -> str:
+        return self.base.digest_weights()
 
     def initial_state(self) -> DecoderState:
-        seed = self.config.seed
-        if self.base is None:
-            params = self.learner.random_params(seed)
-        else:
-            params = self.base.load(*self.learner.model_shapes(), progress=self.load_progress)
-        adapters = None
-        if isinstance(self.config, FinetuneConfig) and self.config.adapter is not None:
-            learner = self.learner
+        learner, adapters = self.learner, None
+        params = self.base.load(*learner.model_shapes(), progress=self.load_progress)
+        if self.config.adapter is not None:
             adapters = load_adapters(
                 self.config.adapter, learner.adapter_shapes(), learner.lora_scale
             )
-        return self.learner.initial_state(*params, seed=seed, adapters=adapters)
+        return learner.initial_state(*params, seed=self.config.seed, adapters=adapters)
 
     def shapes(self) -> DecoderState:
         return self.learner.shapes()
@@ -243,8 +226,6 @@ class TextTask(Task[TextResult]):
     def start(
         self, run: RunDirectory, state: DecoderState | None, log: Callable[[str], object]
     ) -> None:
-        if not isinstance(self.data, PackedRows):
-            return
         parts = {"train": self.data.train, "validation": self.data.validation}
         pairs = {name: part for name, part in parts.items() if isinstance(part, PackedPairs)}
         if state is not None and pairs:
@@ -287,9 +268,11 @@ class TextTask(Task[TextResult]):
         rows = local_rows(size, self.mesh)
 
         def evaluate(state: DecoderState, part: Part) -> Metrics:
+            if part == "test":  # there is none: the rows are for training and validation
+                return {}
             totals: defaultdict[str, float] = defaultdict(float)
-            weight, is_empty = 0.0, True
-            for batch in self.data.eval_batches(part, size, rows):
+            weight = 0.0
+            for batch in eval_batches(self.data.validation, size, rows):
                 result = eval_step(
                     state.model.layers, state.model.others, global_batch(batch, size, self.mesh)
                 )
@@ -297,12 +280,7 @@ class TextTask(Task[TextResult]):
                 weight += float(count)
                 for name, value in {"loss": loss, **sums}.items():
                     totals[name] += float(value)
-                is_empty = False
-            if is_empty:
-                return {}
-            means = {name: total / weight for name, total in totals.items()}
-            bits = {"bits_per_byte": means["loss"] / math.log(2)}
-            return means | (bits if self.data.unit == "byte" else {})
+            return {name: total / weight for name, total in totals.items()}
 
         return evaluate
 
@@ -315,7 +293,7 @@ class TextTask(Task[TextResult]):
     def batches(self, done: int) -> Iterator[Batch]:
         size, seed = self.config.batch_size, self.config.seed
         rows = local_rows(size, self.mesh)
-        for batch in self.data.train_batches(size, seed, done, rows):
+        for batch in train_batches(self.data.train, size, seed, done, rows):
             yield global_batch(batch, size, self.mesh)
 
     def read(self, metrics: Any) -> Metrics:
@@ -327,27 +305,24 @@ class TextTask(Task[TextResult]):
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         x = [record["step"] for record in records]
-        axes.set(xlabel="step", ylabel=f"loss (nats per {self.data.unit})")
+        unit = "pair" if self.config.has_pairs else "token"
+        axes.set(xlabel="step", ylabel=f"loss (nats per {unit})")
         for number, name in enumerate(("train", "validation")):
-            if name == "train" or self.data.has_validation:
+            if name == "train" or len(self.data.validation):
                 losses = [record[f"{name}_loss"] for record in records]
                 axes.plot(x, losses, f"C{number}.-", label=f"{name} loss")
 
     @property
-    def exported(self) -> str | None:
-        """The name of the folder that `finish` writes; None for a model of bytes."""
-        if self.base is None:
-            return None
-        return MODEL if self.learner.lora_rank is None else ADAPTER
+    def exported(self) -> str:
+        """The name of the folder that `finish` writes."""
+        return MODEL if self.config.lora is None else ADAPTER
 
     def finish(self, state: DecoderState, run: RunDirectory) -> None:
-        if self.base is None or self.exported is None:
-            return
         folder, base = run.path / self.exported, self.base
         layers, others = state.model.layers, state.model.others
         options: dict[str, Any] = {"overwrite": True, "require_finite": True}
         templates = {}
-        if isinstance(self.config, FinetuneConfig) and self.config.chat_template:
+        if self.config.chat_template:
             templates = {CHAT_TEMPLATE: Path(self.config.chat_template)}
         try:
             if self.learner.lora_rank is None:
@@ -375,9 +350,6 @@ class TextTask(Task[TextResult]):
             train_loss=records[-1]["train_loss"],
             best_step=best["step"],
             validation_loss=best.get("validation_loss"),
-            test_loss=tested.get("loss"),
-            test_bits_per_byte=tested.get("bits_per_byte"),
-            unigram_bits=self.data.unigram_bits,
             tokens_per_second=statistics.median(r["tokens_per_second"] for r in records),
             num_params=self.learner.num_params,
             num_trained=self.learner.num_trained,

@@ -12,7 +12,7 @@ FILES = dict(checkpoint="base", data="rows.jsonl")
         ({"learning_rate": 0.0}, "`learning_rate` (=0.0) must be above 0"),
         ({"warmup": 1.0}, "`warmup` (=1.0) must lie in [0, 1)"),
         ({"clip_norm": -1.0}, "`clip_norm` (=-1.0) must be at least 0"),
-        ({"max_length": 1}, "`max_length` (=1) must be at least 2"),
+        ({"max_length": 1}, "`max_length` (=1) must be between 2 and"),
         ({"lora_alpha": 8.0}, "`lora_alpha` (=8.0) needs `lora`"),
         ({"lora_targets": "q_proj"}, "`lora_targets` (=q_proj) needs `lora`"),
         ({"sample_tokens": 9}, "`sample_tokens` (=9) needs `sample_prompts`"),

@@ -8,24 +8,20 @@ from typing import Any
 import jax
 import pytest
 
-from effjax.models import DecoderConfig
 from effjax.train.errors import DataError, TrainError
-from effjax.train.text.config import FinetuneConfig, LMConfig
+from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import FORMS, memory_choices, smaller_states, training_step
 from effjax.train.text.tiny import SIZES
 from tests.tiers import vary
-from tests.train.small import lm_task
+from tests.train.text.small import finetune_task, tiny_base, write_config
 
-LM = LMConfig(layers=2, width=16, heads=2, context=12, batch_size=4)
 PLACES: dict[str, Any] = dict(policy="recompute", activations="device", params="host")
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """Return a configuration whose checkpoint is a config.json only."""
-    file = tmp_path_factory.mktemp("base") / "config.json"
-    model = DecoderConfig.from_json({"model_type": "qwen3", "vocab_size": 384, **SIZES})
-    file.write_text(json.dumps(model.to_json()))
+    file = write_config(tmp_path_factory.mktemp("base"), "qwen3")
     return FinetuneConfig(checkpoint=str(file), max_length=32, batch_size=4)
 
 
@@ -50,10 +46,10 @@ def test_a_step_of_each_form(config, form):
 
 
 def test_a_step_is_that_of_the_run():
-    fused = dataclasses.replace(LM, **FORMS["offload all, fused"])
-    _, shapes, batch, _ = training_step(fused)
-    assert {name: a.shape for name, a in batch.items()} == {"tokens": (4, 12), "labels": (4, 12)}
-    task = lm_task(1, offload="all", fuse_update=True)
+    """The arrays of the state and of a batch have the shapes, dtypes and memory of the plan."""
+    task = finetune_task(tiny_base(), **FORMS["offload all, fused"])
+    _, shapes, batch, _ = training_step(task.config)
+    assert batch["tokens"].shape == (4, 16)
     kinds = [
         jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding.memory_kind), tree)
         for tree in (shapes, task.initial_state(), batch, next(task.batches(0)))
@@ -77,25 +73,24 @@ def test_memory_choices(config):
     assert change(given=["mlp_chunk_size"], chunk=8, mlp_chunk_size=8).mlp_chunk_size == 8
 
 
-def test_memory_choices_differ():
-    choices = memory_choices(LM, set())
+def test_memory_choices_differ(config):
+    choices = memory_choices(config, set())
     values = itertools.product(*choices.options.values())
     found = [choices.change(**dict(zip(choices.options, v, strict=True))) for v in values]
     assert len({repr(one) for one in found if one is not None}) == 3 * 2 * 2 * 3
 
 
-def test_memory_choices_of_several_devices():
-    choices = memory_choices(LM, set(), num_devices=2)
-    chosen = choices.change(**PLACES, num_microbatches=1)
+def test_memory_choices_of_several_devices(config):
+    choices = memory_choices(config, set(), num_devices=2)
+    chosen = choices.change(**PLACES, num_microbatches=1, mlp_chunk_size=None)
     assert chosen.fuse_update and chosen.offload == "params"
     _, state, *_ = choices.training_step(chosen)
     assert {a.sharding.mesh.size for a in jax.tree.leaves(state)} == {2}
-    assert choices.change(**PLACES, num_microbatches=2) is None
+    assert choices.change(**PLACES, num_microbatches=2, mlp_chunk_size=None) is None
 
 
-def test_min_bytes():
-    size = 2 * 4 * 12 * 16 * 2  # inputs of the layers
-    config = dataclasses.replace(LM, dtype="bfloat16")
+def test_min_bytes(config):
+    size = 2 * 4 * 32 * 32 * 2  # inputs of the layers, in bfloat16
     one, four = (memory_choices(config, set(), n).min_bytes for n in (1, 4))
     assert one is not None and four is not None
     assert one(activations="device") == (size, 0)

@@ -41,7 +41,7 @@ def dpo_task(base, **options):
 
 def whole_batches(base, **options):
     """Return a task whose batches have all rows."""
-    count = dpo_task(base, **options).data.rows_per_epoch
+    count = len(dpo_task(base, **options).data.train)
     return CachedTask(dpo_task(base, batch_size=count, keep=3, learning_rate=0.1, **options))
 
 
