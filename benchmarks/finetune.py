@@ -9,11 +9,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from effjax.memory import MemoryPlan, find_rates
+from effjax.memory import MemoryPlan, find_rates, plan
 from effjax.memory.compiler.cache import default_folder
-from effjax.memory.compiler.process import open_pipe
 from effjax.memory.devices import find_target
-from effjax.memory.plan import start_plan
 from effjax.memory.search.budget import argument_bytes
 from effjax.memory.time.step_time import step_time
 from effjax.models import DecoderConfig
@@ -47,8 +45,7 @@ COMPILED_FOR = "h100"
 
 def plan_step(step: tuple[Any, ...], target: str) -> MemoryPlan:
     """Plan a step as `effjax memory` does, with the same cache."""
-    with open_pipe() as pipe:
-        return start_plan(*step, target=target, cache=default_folder())(pipe)
+    return plan(*step, target=target, cache=default_folder())
 
 
 def plan_model(

@@ -17,11 +17,9 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from effjax import OffloadState, offload_jit, offload_train_step
-from effjax.memory import MemoryPlan, find_rates
+from effjax.memory import MemoryPlan, find_rates, plan
 from effjax.memory.compiler.cache import default_folder
-from effjax.memory.compiler.process import open_pipe
 from effjax.memory.devices import find_target
-from effjax.memory.plan import start_plan
 from effjax.memory.time.step_time import step_time
 from effjax.models import DecoderConfig, Llama3RopeScaling, decoder_functions, decoder_shapes
 from effjax.optimizers import adamw_8bit, in_24_bits, in_float32, stochastic_rounding
@@ -162,11 +160,10 @@ def abstract_step(config: DecoderConfig, length: int, moments: str, form: Form) 
 
 def plan_cached(step: tuple, target: str, host_bytes: int, cache: Path | None = None) -> MemoryPlan:
     """Plan a step, with compiled programs on disk, so that an interrupted run loses little."""
-    with open_pipe() as pipe:
-        return start_plan(
-            *step, target=target, memory_fraction=MEMORY_FRACTION, host_memory_bytes=host_bytes,
-            cache=cache or default_folder(),
-        )(pipe)  # fmt: skip
+    return plan(
+        *step, target=target, memory_fraction=MEMORY_FRACTION, host_memory_bytes=host_bytes,
+        cache=cache or default_folder(),
+    )  # fmt: skip
 
 
 def model_flops(config: DecoderConfig, length: int) -> int:

@@ -122,8 +122,8 @@ def make_report(rows: "Sequence[Row]", base: Any) -> "Report":
         rows: The forms.
         base: The options that are given.
     """
-    from ..memory.render import Report, ReportTable, format_bytes
-    from ..memory.time.step_time import format_seconds, recomputation_note
+    from ..memory.render import Report, ReportTable, format_bytes, format_seconds
+    from ..memory.results import recomputation_note
 
     limits, unit = rows[0].limits, "tokens/s" if isinstance(base, FinetuneConfig) else "images/s"
     cells = []
@@ -146,7 +146,7 @@ def make_report(rows: "Sequence[Row]", base: Any) -> "Report":
     notes = [
         f"{row.name}: {note}"
         for row in rows
-        if row.plan and (note := recomputation_note(row.plan.step_time))
+        if row.plan and (note := recomputation_note(row.plan))
     ]
     notes += [f"{row.name}: {row.error}" for row in rows if row.error]
     return Report([ReportTable(header, cells, title)], note="\n".join(notes))
@@ -183,8 +183,7 @@ def conclude(
         plans: The module of the task, with `smaller_states` and `smaller_batches`.
         num_devices: The number of devices.
     """
-    from ..memory.render import format_bytes
-    from ..memory.time.step_time import format_seconds
+    from ..memory.render import format_bytes, format_seconds
 
     fitting = [row for row in rows if row.fits and row.form.has_command]
     if not fitting:

@@ -13,9 +13,9 @@ from .residuals import residual_bytes as residual_bytes
 from .results import Comparison as Comparison
 from .results import MaxBatch as MaxBatch
 from .results import MemoryPlan as MemoryPlan
+from .results import OptionSearch as OptionSearch
 from .results import ResidualReport as ResidualReport
 from .search.batch_size import max_batch_size as max_batch_size
-from .search.budget import OptionSearch as OptionSearch
 from .search.budget import choose_options as choose_options
 
 

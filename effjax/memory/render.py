@@ -1,31 +1,18 @@
-"""Rendering of results: text, rich tables and progress lines.
-
-Nothing here depends on the results themselves. Each result describes itself as a `Report`.
-"""
+"""Tables, numbers and progress lines. Nothing here depends on the results, see `results.py`."""
 
 import abc
 import dataclasses
+import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 MAX_ROWS = 12  # of a table
 PATIENCE = 30.0  # seconds without a line of progress
 TYPICAL_TIME = "seconds for a small step, minutes for a deep network"
-_NUMERIC_COLUMNS = {
-    "bytes", "count", "device", "host", "peak", "ratio", "arguments", "outputs", "temporaries",
-    "batch", "amount", "rate", "alone", "adds", "call", "products", "kernels",
-    "from host", "to host", "collectives", "step", "tokens/s", "images/s",
-}  # fmt: skip
-_UNWRAPPED_COLUMNS = _NUMERIC_COLUMNS | {"operation", "kind", "source", "called from"}
-_HEARTBEAT = 30  # seconds
-
-
-def format_bytes(count: float) -> str:
-    """Return a number of bytes with its unit, such as "12.3 MB"."""
-    return format_number(count, ("B", "kB", "MB", "GB", "TB"))
+FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
+_NUMBER = re.compile(r"(≥ )?\d.*|–?")  # also a number with a unit, or a missing one
 
 
 def format_number(count: float, units: Sequence[str]) -> str:
@@ -36,26 +23,39 @@ def format_number(count: float, units: Sequence[str]) -> str:
     return f"{size:.1f} {units[exponent]}" if exponent else f"{count:.0f} {units[0]}"
 
 
+def format_bytes(count: float) -> str:
+    """Return a number of bytes with its unit, such as "12.3 MB"."""
+    return format_number(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with its unit, such as "12.3 ms"."""
+    if 0 < seconds < 1e-6:  # of one example
+        return format_number(seconds * 1e12, ("ps", "ns"))
+    return format_number(seconds * 1e6, ("us", "ms", "s"))
+
+
 @dataclasses.dataclass(frozen=True)
 class ReportTable:
-    """A table of text cells with an optional title."""
+    """A table of text cells with an optional title. Columns without any text are left out."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
 
+    @property
+    def columns(self) -> list[tuple[str, ...]]:
+        """The columns to print, each with its header."""
+        columns = zip(self.header, *self.rows, strict=True)
+        return [cells for cells in columns if any(cells[1:]) or not self.rows]
+
     def __str__(self) -> str:
-        lines = [self.header, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        is_number = [name in _NUMERIC_COLUMNS for name in self.header]
-        text = "\n".join(
-            "  ".join(
-                cell.rjust(width) if number else cell.ljust(width)
-                for cell, width, number in zip(line, widths, is_number, strict=True)
-            ).rstrip()
-            for line in lines
-        )
-        return f"{self.title}\n{text}" if self.title else text
+        padded = []
+        for cells in self.columns:
+            width, pad = max(map(len, cells)), str.rjust if _is_numeric(cells) else str.ljust
+            padded.append([pad(cell, width) for cell in cells])
+        lines = ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
+        return "\n".join([self.title, *lines] if self.title else lines)
 
     def __rich__(self) -> Any:
         import rich.table
@@ -63,12 +63,18 @@ class ReportTable:
 
         title = Text(self.title, style="bold") if self.title else None
         table = rich.table.Table(title=title, title_justify="left")
-        for name in self.header:
-            justify = "right" if name in _NUMERIC_COLUMNS else "left"
-            table.add_column(name, justify=justify, no_wrap=name in _UNWRAPPED_COLUMNS)
-        for row in self.rows:
+        for cells in self.columns:
+            # Texts wrap at spaces only: a path or an operation that is too long is cut.
+            is_number = _is_numeric(cells)
+            justify = "right" if is_number else "left"
+            table.add_column(cells[0], justify=justify, no_wrap=is_number, overflow="ellipsis")
+        for row in zip(*(cells[1:] for cells in self.columns), strict=True):
             table.add_row(*map(Text, row))
         return table
+
+
+def _is_numeric(column: Sequence[str]) -> bool:
+    return all(_NUMBER.fullmatch(cell) for cell in column[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,47 +114,20 @@ class Printable(abc.ABC):
         return self.report()
 
 
-class ProgressReport:
-    """Progress of several programs; the base class reports nothing."""
+class Progress:
+    """Lines on stderr about several programs: the finished ones, and those that are compiled.
+
+    The latter are named when one starts, and twice a minute.
+    """
+
+    def __init__(self, title: str, total: int | None = None, show: bool = True):
+        self.total, self.show, self.count = total, show, 0
+        self.named: set[str] = set()
+        self.start = self.last = time.monotonic()
+        self._print(f"{title}{f', {total} in all' if total else ''}: {TYPICAL_TIME}")
 
     def run(self, names: Sequence[str]) -> None:
         """Report the programs that are being compiled."""
-
-    def finish(self, line: str) -> None:
-        """Report one finished program, given a line about it."""
-
-
-@contextmanager
-def progress_bar(title: str, total: int | None, show: bool) -> Iterator[ProgressReport]:
-    """Report progress on stderr: a bar on a terminal, plain lines elsewhere.
-
-    Args:
-        title: the name of the task.
-        total: the number of programs, or None if unknown.
-        show: whether to report anything.
-    """
-    if not show:
-        yield ProgressReport()
-    elif sys.stderr.isatty():
-        with _rich_progress_bar(title, total) as report:
-            yield report
-    else:
-        yield _ProgressLines(title, total)
-
-
-class _ProgressLines(ProgressReport):
-    """Plain lines: the title, the finished programs, and the running ones.
-
-    Those are named when one starts, and twice a minute.
-    """
-
-    def __init__(self, title: str, total: int | None):
-        self.title, self.total, self.count = title, total, 0
-        self.named: set[str] = set()
-        self.start = self.last = time.monotonic()
-        self._print(f"{title}{_in_all(total)}: {TYPICAL_TIME}")
-
-    def run(self, names: Sequence[str]) -> None:
         now = time.monotonic()
         if names and (not self.named.issuperset(names) or now - self.last >= PATIENCE):
             self.named.update(names)
@@ -156,36 +135,11 @@ class _ProgressLines(ProgressReport):
             self._print(f"{'; '.join(names)}: {now - self.start:.0f} s, {self.count}{of_all} done")
 
     def finish(self, line: str) -> None:
+        """Report one finished program, given a line about it."""
         self.count += 1
         self._print(f"{self.count} of {self.total}, {line}" if self.total else line)
 
     def _print(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        if self.show:
+            print(line, file=sys.stderr, flush=True)
         self.last = time.monotonic()
-
-
-def _in_all(total: int | None) -> str:
-    return f", {total} in all" if total else ""
-
-
-@contextmanager
-def _rich_progress_bar(title: str, total: int | None) -> Iterator[ProgressReport]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.text import Text
-
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
-    console = Console(stderr=True)
-    console.print(Text(f"{title}{_in_all(total)}: {TYPICAL_TIME}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task(title, total=total)
-
-        class BarReport(ProgressReport):
-            def run(self, names: Sequence[str]) -> None:
-                bar.update(task, description=f"{title} {', '.join(names)}".rstrip())
-
-            def finish(self, line: str) -> None:
-                bar.console.print(Text(line))
-                bar.advance(task)
-
-        yield BarReport()

@@ -1,4 +1,4 @@
-"""Results of the planner: plans, comparisons, batch size searches and residual reports."""
+"""Results of the planner, and how they print: as text, as rich tables, as charts and as JSON."""
 
 import dataclasses
 import re
@@ -9,63 +9,23 @@ from typing import Any
 from ..ops.offload.compiled import HOST_MEMORY_VARIABLE, gibibytes, host_memory_limit
 from .devices import Target
 from .plots import Bar, bar_chart, scatter_chart, stacked_bar_chart
-from .read.buffers import Kind
+from .read.buffers import Buffer, Bytes
 from .read.hlo import Collective, Transfer
 from .read.source import short_path
-from .render import MAX_ROWS, Printable, Report, ReportTable, format_bytes
-from .time.step_time import StepTime, comparison_table, recomputation_note, time_table
+from .render import (
+    FLOPS,
+    MAX_ROWS,
+    Printable,
+    Report,
+    ReportTable,
+    format_bytes,
+    format_number,
+    format_seconds,
+)
+from .time.step_time import StepTime
 
-_WORTH_A_NOTE = 0.01  # of the peak
-
-
-@dataclasses.dataclass(frozen=True)
-class Bytes:
-    """Bytes in one memory, per device.
-
-    Attributes:
-        arguments: bytes of the arguments.
-        outputs: bytes of the results.
-        temporaries: bytes of XLA's temporary allocation.
-        aliased: bytes of results that overwrite a donated argument. They are included in both
-            `arguments` and `outputs`.
-        generated_code: bytes of the program's code.
-    """
-
-    arguments: int
-    outputs: int
-    temporaries: int
-    aliased: int
-    generated_code: int
-
-    @property
-    def total(self) -> int:
-        """The sum, with aliased bytes counted once."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.generated_code
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """An array in device memory.
-
-    Attributes:
-        shape: dtype and shape, such as "f32[64,32,32,48]".
-        bytes: size per device.
-        kind: "argument", "output", "temporary" or "constant".
-        operation: JAX's name of the operation: an argument's path, or a primitive with the
-            functions around it.
-        source: the line that computes it, "file.py:12"; empty if unknown.
-        caller: the user's line that called it, if `source` is in a library.
-        padding: the part of `bytes` that is unused because a TPU stores the last two axes in tiles
-            of, for example, 8 × 128 elements.
-    """
-
-    shape: str
-    bytes: int
-    kind: Kind
-    operation: str
-    source: str
-    caller: str = ""
-    padding: int = 0
+_WORTH_A_NOTE = 0.01  # of the peak, or of the FLOPs
+_TIMES = "modelled time of a call, at published peak rates (not measured)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +137,11 @@ class MemoryPlan(Printable):
 
     def report(self, name: str = "", max_rows: int = MAX_ROWS) -> Report:
         """Return the report to print, with `name` in its headline."""
+        notes = [_donation_note(self), _padding_note(self), recomputation_note(self)]
         return Report(
             tables=[table for table in _plan_tables(self, max_rows) if table.rows],
             headline=f"{name}: {summarize(self)}" if name else summarize(self),
-            note="\n".join(filter(None, _notes(self))),
+            note="\n".join(f"hint: {note}" for note in notes if note),
             is_ok=self.fits,
         )
 
@@ -240,9 +201,22 @@ class Comparison(Printable, dict[str, MemoryPlan]):
             ]
             for name, plan in self.items()
         ]
-        times = comparison_table({name: plan.step_time for name, plan in self.items()})
+        header_of_times = ["", "call", "products", "kernels", "from host", "to host", "collectives"]
+        times = [
+            [
+                name,
+                format_seconds(plan.step_seconds),
+                format_number(plan.step_time.total_flops, FLOPS),
+                format_seconds(plan.step_time.compute_seconds),
+                format_seconds(plan.step_time.to_device_seconds),
+                format_seconds(plan.step_time.to_host_seconds),
+                format_seconds(plan.step_time.collective_seconds),
+            ]
+            for name, plan in self.items()
+        ]
         note = "\n".join(f"{name}: {error}" for name, error in self.errors.items())
-        return Report([ReportTable(header, rows), times], note=note)
+        tables = [ReportTable(header, rows), ReportTable(header_of_times, times, _TIMES)]
+        return Report(tables, note=note)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw a bar per plan, by kind of memory, with matplotlib; return the axes."""
@@ -297,6 +271,96 @@ class MaxBatch(Printable):
         ax = scatter_chart(points, ax, "batch size", self.plan.available_bytes)
         ax.set_title(f"largest batch: {self.batch_size or 'none fits'}", fontsize="medium")
         return ax
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A combination of options, and why it was chosen or not."""
+
+    options: dict[str, Any]
+    result: str  # "chosen", or why another one was, such as "does not fit: 12.3 GB"
+    is_compiled: bool  # also if it was read from the cache; otherwise all numbers are lower bounds
+    peak_device_bytes: int
+    peak_host_bytes: int
+    step_seconds: float  # modelled; of an example, if `choose_options` got `examples`
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionSearch(Printable):
+    """The fastest options that fit, and all others. Returned by `choose_options`.
+
+    Attributes:
+        options: the fastest options that fit; None if none were found.
+        plan: the plan of their step; None if none were found.
+        trials: all combinations, the compiled ones first. Each has its `options`, a `result`
+            ("chosen", or why it was not), `is_compiled`, `peak_device_bytes`, `peak_host_bytes` and
+            `step_seconds`. If it is not compiled, bytes and seconds are lower bounds.
+        target: the device.
+        budget: bytes of device memory.
+        host_memory_bytes: bytes of pinned host memory; None if they are not known.
+        is_complete: False if `max_compiles` ended the search, so that a combination that was not
+            compiled may be faster.
+    """
+
+    options: dict[str, Any] | None
+    plan: MemoryPlan | None
+    trials: tuple[Trial, ...]
+    target: Target
+    budget: int
+    host_memory_bytes: int | None
+    is_complete: bool
+
+    @property
+    def num_compiled(self) -> int:
+        """The number of programs that were compiled or read from the cache."""
+        return sum(trial.is_compiled for trial in self.trials)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON-serializable data."""
+        return {
+            "options": None if self.options is None else _as_plain(self.options),
+            "plan": None if self.plan is None else self.plan.to_dict(),
+            "trials": [
+                dataclasses.asdict(dataclasses.replace(trial, options=_as_plain(trial.options)))
+                for trial in self.trials
+            ],
+            "target": self.target.name,
+            "budget": self.budget,
+            "host_memory_bytes": self.host_memory_bytes,
+            "is_complete": self.is_complete,
+        }
+
+    def report(self) -> Report:
+        """Return the report to print: the chosen options, and a row per combination."""
+        if self.options is None or self.plan is None:
+            headline = f"nothing fits in {format_bytes(self.budget)} of {self.target.description}"
+            if self.host_memory_bytes is not None:
+                headline += f" and {format_bytes(self.host_memory_bytes)} of pinned host memory"
+        else:
+            headline = f"{describe_options(self.options)}: {summarize(self.plan)}"
+        notes = []
+        shown = self.trials
+        if len(shown) > MAX_ROWS:  # only count those that were not compiled
+            shown = [trial for trial in self.trials if trial.is_compiled]
+            reasons = Counter(trial.result for trial in self.trials if not trial.is_compiled)
+            notes += [f"{count}× {reason}" for reason, count in reasons.most_common(MAX_ROWS)]
+        if not self.is_complete:
+            notes.append("hint: the search ended at `max_compiles`; other options may be faster")
+        rows = [
+            [
+                *map(str, _as_plain(trial.options).values()),
+                format_bytes(trial.peak_device_bytes), format_bytes(trial.peak_host_bytes),
+                format_seconds(trial.step_seconds), trial.result,
+            ]
+            for trial in shown
+        ]  # fmt: skip
+        header = [*self.trials[0].options, "peak", "host", "step", "result"]
+        return Report(
+            [ReportTable(header, rows)] if rows else [],
+            headline=headline,
+            note="\n".join(notes),
+            is_ok=self.plan is not None,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,12 +435,6 @@ def summarize(plan: MemoryPlan) -> str:
     return line
 
 
-def _notes(plan: MemoryPlan) -> list[str]:
-    recomputed = recomputation_note(plan.step_time)
-    recomputed = recomputed and f"hint: {recomputed}"
-    return [_donation_note(plan), _padding_note(plan), recomputed]
-
-
 def _donation_note(plan: MemoryPlan) -> str:
     """Return a hint at the bytes that donation would save, if nothing is donated."""
     if plan.device.aliased or plan.host.aliased:
@@ -394,7 +452,7 @@ def _donation_note(plan: MemoryPlan) -> str:
     where = [f"{format_bytes(saved)} of device memory"] if saved else []
     where += [f"{format_bytes(on_host)} of host memory"] if on_host else []
     return (
-        "hint: nothing is donated; where results replace arguments (donate_argnums), "
+        "nothing is donated; where results replace arguments (donate_argnums), "
         f"{' and '.join(where)} would be saved"
     )
 
@@ -405,9 +463,21 @@ def _padding_note(plan: MemoryPlan) -> str:
         return ""
     most = max(plan.peak_buffers, key=lambda buffer: buffer.padding)
     return (
-        f"hint: {format_bytes(plan.padding_bytes)} are padding, because {plan.target.description} "
+        f"{format_bytes(plan.padding_bytes)} are padding, because {plan.target.description} "
         f"stores the last axes in tiles; {most.shape} takes "
         f"{most.bytes / (most.bytes - most.padding):.1f} times its size"
+    )
+
+
+def recomputation_note(plan: MemoryPlan) -> str:
+    """Return a hint at the FLOPs that XLA recomputes; empty if there are hardly any."""
+    time = plan.step_time
+    if time.recomputed_flops <= _WORTH_A_NOTE * time.total_flops:
+        return ""
+    recomputed, total = (format_number(n, FLOPS) for n in (time.recomputed_flops, time.total_flops))
+    return (
+        f"XLA recomputes {recomputed} of {total}, because the step would otherwise exceed the "
+        "memory of the device"
     )
 
 
@@ -444,12 +514,15 @@ def _plan_tables(plan: MemoryPlan, max_rows: int) -> list[ReportTable]:
         + _source_lines(t)
         for t in plan.transfers[:max_rows]
     ]
+    size, lines = ("bytes", "count"), ("source", "called from")
     return [
         ReportTable(["", "device", "host"], totals, "bytes"),
-        _table_with_sources(["kind", "shape", "operation"], peak, "device memory at the peak"),
-        _table_with_sources(["kind"], collectives, "collectives of a call"),
-        _table_with_sources(["direction", "shape"], transfers, "transfers of a call"),
-        time_table(plan.step_time),
+        ReportTable(
+            [*size, "kind", "shape", "operation", *lines], peak, "device memory at the peak"
+        ),
+        ReportTable([*size, "kind", *lines], collectives, "collectives of a call"),
+        ReportTable([*size, "direction", "shape", *lines], transfers, "transfers of a call"),
+        _time_table(plan.step_time),
     ]
 
 
@@ -457,12 +530,42 @@ def _source_lines(record: Any) -> list[str]:
     return [short_path(record.source), short_path(record.caller)]
 
 
-def _table_with_sources(columns: list[str], rows: list[list[str]], title: str) -> ReportTable:
-    """Return a table whose last column, the user's lines, is dropped if it is empty."""
-    header = ["bytes", "count", *columns, "source", "called from"]
-    if any(row[-1] for row in rows):
-        return ReportTable(header, rows, title)
-    return ReportTable(header[:-1], [row[:-1] for row in rows], title)
+def _time_table(time: StepTime) -> ReportTable:
+    """Return the table of a modelled time: each part alone, and what it adds."""
+    rows = []
+    for dtype, count in sorted(time.flops.items(), key=lambda item: -item[1]):
+        rate = time.rates.flops_of(dtype)
+        rows.append([
+            f"products, {dtype}", format_number(count, FLOPS), format_number(rate, FLOPS) + "/s",
+            format_seconds(count / rate), "",
+        ])  # fmt: skip
+
+    if time.recomputed_flops:
+        recomputed = format_number(time.recomputed_flops, FLOPS)
+        rows.append(["of them recomputed by XLA", recomputed, "", "", ""])
+
+    def of_bytes(name: str, size: int, rate: float, adds: str) -> None:
+        rows.append([
+            name, format_bytes(size), format_bytes(rate) + "/s", format_seconds(size / rate), adds,
+        ])  # fmt: skip
+
+    of_bytes("device memory", time.memory_bytes, time.rates.memory, "")
+    rows.append(["kernels", "", "", "", format_seconds(time.compute_seconds)])
+    for name, size, rate, wait in (
+        ("host to device", time.to_device_bytes, time.rates.to_device, time.to_device_seconds),
+        ("device to host", time.to_host_bytes, time.rates.to_host, time.to_host_seconds),
+        ("collectives", time.collective_bytes, time.rates.interconnect, time.collective_seconds),
+    ):
+        if size:
+            of_bytes(name, size, rate, format_seconds(wait))
+    rows.append(["call", "", "", "", format_seconds(time.seconds)])
+    rows += [
+        [f"unknown FLOPs: {name}", f"{count}×", "", "", ""]
+        for name, count in time.unknown_kernels.items()
+    ]
+    if time.unknown_loops:
+        rows.append(["loops of unknown length", f"{time.unknown_loops}×", "", "", ""])
+    return ReportTable(["part", "amount", "rate", "alone", "adds"], rows, _TIMES)
 
 
 def _group_buffers(buffers: Sequence[Buffer]) -> list[tuple[int, Buffer]]:
@@ -519,3 +622,18 @@ def _short_operation(operation: str) -> str:
 def _array_name(shape: Sequence[int], dtype: str) -> str:
     """Return a name such as "float32[8,128]"."""
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def describe_options(options: Mapping[str, Any]) -> str:
+    """Return options such as "policy=dots, batch_size=64"."""
+    return ", ".join(f"{name}={value}" for name, value in _as_plain(options).items())
+
+
+def _as_plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with functions and other objects replaced by their names."""
+    return {
+        name: value
+        if value is None or isinstance(value, (bool, int, float, str))
+        else getattr(value, "__name__", str(value))
+        for name, value in options.items()
+    }

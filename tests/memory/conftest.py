@@ -42,9 +42,9 @@ def numbers_are_steps(matmul_plan) -> Iterator[None]:
     none = dict(arguments=0, outputs=0, aliased=0, generated_code=0)
     waits = dict(to_device_seconds=0.0, to_host_seconds=0.0, collective_seconds=0.0)
 
-    def start_plan(step, *args, **options):
+    def start_plan(step, args, options):
         if callable(step):
-            return real(step, *args, **options)
+            return real(step, args, options)
         if isinstance(step, PlanError):
             raise step
         device, host, seconds = step

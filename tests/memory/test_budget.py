@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from effjax.memory import PlanError, choose_options, find_rates
-from effjax.memory.compiler.cache import with_cache
+from effjax.memory.compiler import cache
 from effjax.memory.compiler.lower import lower
 from effjax.memory.compiler.process import CompiledProgram
 from effjax.memory.devices import find_target
@@ -281,27 +281,33 @@ def test_compiled_programs_and_their_cache(tmp_path, monkeypatch):
             choose(budget, **other)
 
 
-def cached(folder, program):
+@pytest.fixture
+def cached(monkeypatch):
     """Return a function that compiles for a target, or reads the result from the folder."""
     lowered = lower(jnp.sin, [f32(8)], None, None, (), (), find_target("l4"))
-    compile_or_read = with_cache(lambda _, target, *rest: program(target.name), folder)
-    return lambda target="l4": compile_or_read(lowered, find_target(target), None, io.BytesIO())
+
+    def cached(folder, program, target="l4"):
+        compile_for = lambda _, target, *rest: program(target.name)  # noqa: E731
+        monkeypatch.setattr(cache, "compile_for", compile_for)
+        return cache.compile_or_read(lowered, find_target(target), None, io.BytesIO(), folder)
+
+    return cached
 
 
 PROGRAM = CompiledProgram(1, {}, {}, "".join(map(str, range(1000))), "", "", "")
 
 
-def test_cache_without_a_folder(tmp_path):
+def test_cache_without_a_folder(cached, tmp_path):
     (tmp_path / "file").touch()
-    assert cached(tmp_path / "file" / "plans", lambda _: PROGRAM)() == PROGRAM
+    for folder in None, tmp_path / "file" / "plans":
+        assert cached(folder, lambda _: PROGRAM) == PROGRAM
 
 
-def test_cache_keeps_the_files_used_last(tmp_path, monkeypatch):
+def test_cache_keeps_the_files_used_last(cached, tmp_path, monkeypatch):
     monkeypatch.setattr("effjax.memory.compiler.cache._MAX_FILES", 2)
     counts = Counter()
-    compile_or_read = cached(tmp_path, lambda name: counts.update([name]) or PROGRAM)
     for number, name in enumerate(["l4", "h100", "l4", "h200", "l4", "h100"]):
-        compile_or_read(name)
+        cached(tmp_path, lambda name: counts.update([name]) or PROGRAM, name)
         for file in tmp_path.iterdir():  # file times are coarse
             if file.stat().st_mtime > 10**6:
                 os.utime(file, (number, number))
@@ -309,20 +315,19 @@ def test_cache_keeps_the_files_used_last(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_cache_reads_no_damaged_file(tmp_path):
+def test_cache_reads_no_damaged_file(cached, tmp_path):
     """Of a file that lacks its end, has wrong data, or is none of the cache."""
-    compile_or_read = cached(tmp_path, lambda _: PROGRAM)
-    assert compile_or_read() == PROGRAM
+    assert cached(tmp_path, lambda _: PROGRAM) == PROGRAM
     (file,) = tmp_path.iterdir()
     data = file.read_bytes()
     for damaged in (data[:-100], data[:20] + 20 * b"\xff" + data[40:], b"", b"{}"):
         file.write_bytes(damaged)
-        assert compile_or_read() == PROGRAM
+        assert cached(tmp_path, lambda _: PROGRAM) == PROGRAM
         assert file.read_bytes()[20:] == data[20:]
 
 
-def test_cache_distinguishes_flags_of_the_environment(tmp_path, monkeypatch):
+def test_cache_distinguishes_flags_of_the_environment(cached, tmp_path, monkeypatch):
     for name in ("one", "other"):
         monkeypatch.setenv("XLA_FLAGS", f"--xla_{name}=1")
         program = PROGRAM._replace(hlo=name)
-        assert cached(tmp_path, lambda _, program=program: program)() == program
+        assert cached(tmp_path, lambda _, program=program: program) == program

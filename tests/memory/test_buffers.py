@@ -1,6 +1,6 @@
 """The parser of XLA's buffer assignment."""
 
-from effjax.memory.read.buffers import Value, allocated_bytes, live_at_peak
+from effjax.memory.read.buffers import Buffer, Bytes, allocated_bytes, live_at_peak
 
 # a and b are live at the same time; c reuses the place of a; loop.2 is a in a loop.
 ASSIGNMENT = """\
@@ -45,11 +45,11 @@ HloLiveRange (max 9):
 
 def test_live_at_peak():
     assert live_at_peak(ASSIGNMENT, RANGES) == [
-        Value("a", "f32[128]", 512, "temporary"),  # not the loop variable
-        Value("x.1", "f32[100]", 400, "argument"),
-        Value("b", "bf16[128]", 256, "temporary"),
-        Value("result", "f32[50]", 200, "output"),
-        Value("table", "f32[10]", 40, "constant"),
+        Buffer("f32[128]", 512, "temporary", "a"),  # not the loop variable
+        Buffer("f32[100]", 400, "argument", "x.1"),
+        Buffer("bf16[128]", 256, "temporary", "b"),
+        Buffer("f32[50]", 200, "output", "result"),
+        Buffer("f32[10]", 40, "constant", "table"),
     ]
 
 
@@ -70,17 +70,17 @@ allocation 3: size 2048, color 5, page 0, maybe-live-out:
 def test_tpu():
     ranges = "    w.1{}:0-9\n    on_chip{}:1-9\n    a{}:4-5\n    host{}:0-9\n"
     assert live_at_peak(TPU_ASSIGNMENT, ranges, "tpu") == [
-        Value("w.1", "f32[1024,12]", 524288, "argument", padding=524288 - 4 * 1024 * 12),
-        Value("a", "f32[8,1,128]", 4096, "temporary"),
+        Buffer("f32[1024,12]", 524288, "argument", "w.1", padding=524288 - 4 * 1024 * 12),
+        Buffer("f32[8,1,128]", 4096, "temporary", "a"),
     ]
     size = 4194304
-    expected = {"argument": size, "output": size, "temp": 4096, "alias": size, "generated_code": 0}
+    expected = Bytes(size, size, temporaries=4096, aliased=size, generated_code=0)
     assert allocated_bytes(TPU_ASSIGNMENT, "tpu") == expected
-    assert allocated_bytes(TPU_ASSIGNMENT, "tpu", on_host=True)["output"] == 2048
+    assert allocated_bytes(TPU_ASSIGNMENT, "tpu", on_host=True).outputs == 2048
 
 
 def test_overlapping_values_count_one_time():
     # c and a part of c take no more than c.
     ranges = RANGES.replace("c{}:7-8", "c{}:3-6").replace("b{0}:4-5", "b{0}:8-9")
-    names = [value.instruction for value in live_at_peak(ASSIGNMENT, ranges)]
+    names = [buffer.operation for buffer in live_at_peak(ASSIGNMENT, ranges)]
     assert "a" in names and "c" not in names and "b" not in names

@@ -204,6 +204,7 @@ def test_target_file(tmp_path):
     [
         (ValueError, r"`target` \(='h300'\).*h200, h100", jnp.sin, {"target": "h300"}),
         (ValueError, "`memory_fraction`", jnp.sin, {"memory_fraction": 1.5}),
+        (TypeError, "no argument `fraction`", jnp.sin, {"fraction": 0.5}),
         (ValueError, "`host_memory_bytes`", jnp.sin, {"host_memory_bytes": 0}),
         (ValueError, "`num_devices`", jnp.sin, {"num_devices": 8}),
         (ValueError, "`donate_argnums`", jax.jit(jnp.cos), {"donate_argnums": 0}),

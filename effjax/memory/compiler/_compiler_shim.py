@@ -35,7 +35,11 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax.experimental import topologies
 
-KINDS = ("argument", "output", "temp", "alias", "generated_code")
+# Names of `Bytes` and of XLA.
+KINDS = {
+    "arguments": "argument", "outputs": "output", "temporaries": "temp", "aliased": "alias",
+    "generated_code": "generated_code",
+}  # fmt: skip
 
 
 def compile_in(folder: Path) -> dict[str, Any]:
@@ -83,7 +87,7 @@ def compile_in(folder: Path) -> dict[str, Any]:
     hlo = "\n".join(module.to_string() for module in executable.hlo_modules())
     (folder / "program.hlo").write_text(hlo)
     return {
-        place: {kind: getattr(stats, f"{prefix}{kind}_size_in_bytes") for kind in KINDS}
+        place: {n: getattr(stats, f"{prefix}{kind}_size_in_bytes") for n, kind in KINDS.items()}
         for place, prefix in (("device", ""), ("host", "host_"))
     }
 

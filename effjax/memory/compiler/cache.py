@@ -8,21 +8,18 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from ..devices import Target
 from .lower import LoweredProgram
 from .packages import find_compiler
-from .process import CompiledProgram, effort_variables
+from .process import CompiledProgram, compile_for, effort_variables
 
-_FORMAT = 2  # of the files, and of what the compiler is asked for
+_FORMAT = 3  # of the files, and of what the compiler is asked for
 _MAX_FILES = 500
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # which the compilers read
-
-# `compile_for`, or a function like it.
-Compile = Callable[[LoweredProgram, Target, Mapping[str, Any] | None, IO[bytes]], CompiledProgram]
 
 
 def default_folder() -> Path:
@@ -32,31 +29,30 @@ def default_folder() -> Path:
     return platformdirs.user_cache_path("effjax") / "plans"
 
 
-def with_cache(compile_program: Compile, folder: Path) -> Compile:
-    """Return `compile_program` that stores its results in a folder.
+def compile_or_read(
+    lowered: LoweredProgram,
+    target: Target,
+    options: Mapping[str, Any] | None,
+    pipe: IO[bytes],
+    folder: Path | None,
+) -> CompiledProgram:
+    """Compile a program as `compile_for` does, or read it from a folder, which stores it.
 
-    A file is named by the digest of the StableHLO text (without source locations), the target, the
-    options, the flags in the environment and the versions of the compilers. A folder that cannot be
-    written to caches nothing.
+    A folder that cannot be written to caches nothing.
     """
-
-    def compile_or_read(
-        lowered: LoweredProgram,
-        target: Target,
-        options: Mapping[str, Any] | None,
-        pipe: IO[bytes],
-    ) -> CompiledProgram:
-        path = folder / f"{_digest(lowered, target, options)}.json.gz"
-        program = _read(path)
-        if program is None:
-            program = compile_program(lowered, target, options, pipe)
-            _write(path, program)
-        return program
-
-    return compile_or_read
+    if folder is None:
+        return compile_for(lowered, target, options, pipe)
+    path = folder / f"{_digest(lowered, target, options)}.json.gz"
+    program = _read(path)
+    if program is None:
+        program = compile_for(lowered, target, options, pipe)
+        _write(path, program)
+    return program
 
 
 def _digest(lowered: LoweredProgram, target: Target, options: Mapping[str, Any] | None) -> str:
+    # All that a compiler's result depends on. The text has no source locations, so a program that
+    # moved in its file is found, with the lines that it had.
     module: Any = lowered.module.compiler_ir("stablehlo")
     compiler = find_compiler(target.platform)
     packages = importlib.metadata.distributions(path=[str(compiler)])
@@ -87,14 +83,13 @@ def _read(path: Path) -> CompiledProgram | None:
 
 
 def _write(path: Path, program: CompiledProgram) -> None:
-    """Store a program in one atomic step, and delete the files that were not used for longest."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
             try:
                 file.write(gzip.compress(json.dumps(program._asdict()).encode(), compresslevel=3))
                 file.close()
-                os.replace(file.name, path)
+                os.replace(file.name, path)  # whole or not at all: others may read it
             except BaseException:
                 os.unlink(file.name)
                 raise

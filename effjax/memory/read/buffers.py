@@ -1,6 +1,8 @@
-"""Parser of XLA's buffer assignment: the arrays in device memory at the peak."""
+"""Parser of XLA's buffer assignment: bytes by kind, and the arrays in device memory at the peak."""
 
+import dataclasses
 import re
+from collections import Counter
 from typing import Literal, NamedTuple
 
 from .hlo import HOST_MEMORY, arrays
@@ -8,14 +10,35 @@ from .hlo import HOST_MEMORY, arrays
 Kind = Literal["argument", "output", "temporary", "constant"]
 
 
-class Value(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Bytes:
+    """Bytes in one memory, per device."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int  # of results that overwrite a donated argument: in `arguments` and in `outputs`
+    generated_code: int
+
+    @property
+    def total(self) -> int:
+        """The sum, with aliased bytes counted once."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.generated_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
     """An array in device memory."""
 
-    instruction: str
-    shape: str  # f32[8,128]
-    bytes: int  # with padding
+    shape: str  # f32[64,32,32,48]
+    bytes: int  # per device, with padding
     kind: Kind
-    padding: int = 0  # bytes; a TPU pads the last axes to multiples of its tiles
+    # JAX's name: an argument's path, or a primitive with the functions around it. XLA's name of the
+    # instruction if JAX has none.
+    operation: str
+    source: str = ""  # the line that computes it, "file.py:12"; empty if unknown
+    caller: str = ""  # the user's line that called it, if `source` is in a library
+    padding: int = 0  # unused: a TPU stores the last two axes in tiles of, e.g., 8 × 128 elements
 
 
 class _PlacedValue(NamedTuple):
@@ -39,35 +62,38 @@ class _Allocation(NamedTuple):
 _LiveRanges = dict[str, tuple[int, int]]  # first and last time by value, inclusive
 
 
-def live_at_peak(assignment: str, live_ranges: str, platform: str = "cuda") -> list[Value]:
+def live_at_peak(assignment: str, live_ranges: str, platform: str = "cuda") -> list[Buffer]:
     """Return the contents of device memory at the peak, largest first.
 
-    Arguments, results and constants are live during the whole program, temporaries while they are
-    in use. Values that share their place count once. The temporaries may add up to less than
-    XLA's temporary bytes because of fragmentation.
+    The operation of a buffer is the name of its instruction; source lines are empty.
 
     Args:
         assignment: XLA's `…-buffer-assignment.txt`.
         live_ranges: XLA's `…-live-range.txt`.
         platform: "cuda" or "tpu".
     """
+    # Arguments, results and constants are live during the whole program, temporaries while they
+    # are in use. Values that share their place count once. Temporaries may add up to less than
+    # XLA's temporary bytes, because of fragmentation.
     allocations = [a for a in _allocations(assignment) if _is_in_device_memory(a, platform)]
-    ranges = _parse_live_ranges(live_ranges)
+    matches = re.findall(r"^\s+(\S+\{[\d,]*\}):(\d+)-(\d+)$", live_ranges, re.MULTILINE)
+    ranges = {name: (int(start), int(end)) for name, start, end in matches}
     peak = _peak_time(allocations, ranges)
     result = []
     for allocation in allocations:
         values = allocation.values
         if allocation.kind == "temporary":
-            at_peak = [v for v in values if _is_live(ranges, v, peak)]
+            live = [v for v in values if v.name in ranges]
+            at_peak = [v for v in live if ranges[v.name][0] <= peak <= ranges[v.name][1]]
             for place in _distinct_places(at_peak):
                 latest = _latest_value(place, values, ranges, peak)
-                result.append(_without_place(latest, "temporary"))
+                result.append(_as_buffer(latest, "temporary"))
         elif values:
             # The memory of a donated argument is reused by other values. Choose the value that has
             # the shape of the argument or result.
             best = max(values, key=lambda v: (v.shape == allocation.shape, v.bytes, not v.is_phi))
-            result.append(_without_place(best, allocation.kind))
-    return sorted((value for value in result if value.bytes), key=lambda v: v.bytes, reverse=True)
+            result.append(_as_buffer(best, allocation.kind))
+    return sorted((b for b in result if b.bytes), key=lambda b: b.bytes, reverse=True)
 
 
 def _is_in_device_memory(allocation: _Allocation, platform: str) -> bool:
@@ -76,22 +102,19 @@ def _is_in_device_memory(allocation: _Allocation, platform: str) -> bool:
     return allocation.space == 0 or (platform == "cuda" and allocation.space != HOST_MEMORY)
 
 
-def allocated_bytes(assignment: str, platform: str, on_host: bool = False) -> dict[str, int]:
-    """Return the bytes of arguments, results, temporaries and aliases in device or host memory."""
-    result: dict[str, int] = dict.fromkeys(
-        ("argument", "output", "temp", "alias", "generated_code"), 0
-    )
+def allocated_bytes(assignment: str, platform: str, on_host: bool = False) -> Bytes:
+    """Return the bytes of arguments, results and temporaries in device or host memory."""
+    sizes = Counter[str]()
     for allocation in _allocations(assignment):
         on_device = _is_in_device_memory(allocation, platform)
-        if not (allocation.space == HOST_MEMORY if on_host else on_device):
-            continue
-        kind = "temp" if allocation.kind == "temporary" else allocation.kind
-        if kind != "constant":
-            result[kind] += allocation.bytes
-        if kind == "argument" and allocation.is_output:
-            result["output"] += allocation.bytes
-            result["alias"] += allocation.bytes
-    return result
+        if allocation.space == HOST_MEMORY if on_host else on_device:
+            sizes[allocation.kind] += allocation.bytes
+            if allocation.kind == "argument" and allocation.is_output:
+                sizes["aliased"] += allocation.bytes
+    return Bytes(
+        arguments=sizes["argument"], outputs=sizes["output"] + sizes["aliased"],
+        temporaries=sizes["temporary"], aliased=sizes["aliased"], generated_code=0,
+    )  # fmt: skip
 
 
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (?:color (\d+), )?(.*)$")
@@ -129,16 +152,6 @@ def _allocation_kind(flags: str) -> Kind:
     if "maybe-live-out" in flags:
         return "output"
     return "constant" if "constant" in flags else "temporary"
-
-
-def _parse_live_ranges(text: str) -> _LiveRanges:
-    matches = re.findall(r"^\s+(\S+\{[\d,]*\}):(\d+)-(\d+)$", text, re.MULTILINE)
-    return {name: (int(start), int(end)) for name, start, end in matches}
-
-
-def _is_live(ranges: _LiveRanges, value: _PlacedValue, time: int) -> bool:
-    start, end = ranges.get(value.name, (0, -1))
-    return start <= time <= end
 
 
 def _peak_time(allocations: list[_Allocation], ranges: _LiveRanges) -> int:
@@ -192,7 +205,8 @@ def _latest_value(
     return max(candidates, key=lambda v: ranges[v.name][0], default=place)
 
 
-def _without_place(value: _PlacedValue, kind: Kind) -> Value:
+def _as_buffer(value: _PlacedValue, kind: Kind) -> Buffer:
     needed = sum(array.bytes for array in arrays(value.shape))
     padding = max(value.bytes - needed, 0)
-    return Value(value.name.partition("{")[0], value.shape, value.bytes, kind, padding)
+    name = value.name.partition("{")[0]
+    return Buffer(value.shape, value.bytes, kind, name, padding=padding)

@@ -47,40 +47,23 @@ class Instruction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind and size, from one line of the program.
+    """Collectives of one kind and size, from one line of the program."""
 
-    Attributes:
-        kind: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", …
-        bytes: size of one of them per device: operands or results, the larger.
-        count: number of executions per call of the program, including loops.
-        source: the line that requests it, "file.py:12"; empty if unknown.
-        caller: the user's line that called it, if `source` is in a library.
-    """
-
-    kind: str
-    bytes: int
-    count: int
-    source: str
-    caller: str = ""
+    kind: str  # of `COLLECTIVES`
+    bytes: int  # of one of them per device: operands or results, the larger
+    count: int  # of executions per call of the program, including loops
+    source: str  # the line that requests it, "file.py:12"; empty if unknown
+    caller: str = ""  # the user's line that called it, if `source` is in a library
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Copies of one size between device and host, from one line of the program.
-
-    Attributes:
-        direction: "to_device" or "to_host".
-        shape: dtype and shape, such as "f32[128,128]".
-        bytes: size of one copy per device.
-        count: number of executions per call of the program, including loops.
-        source: the line that requests it, "file.py:12"; empty if unknown.
-        caller: the user's line that called it, if `source` is in a library.
-    """
+    """Copies of one size between device and host, from one line of the program."""
 
     direction: Direction
-    shape: str
-    bytes: int
-    count: int
+    shape: str  # f32[128,128]
+    bytes: int  # of one copy per device
+    count: int  # as in `Collective`
     source: str
     caller: str = ""
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...ops._common.arguments import as_integer
 from ..compiler.lower import make_data_mesh, split_modules
-from ..plan import plan
-from ..render import format_bytes, progress_bar
+from ..plan import PlanArguments, plan
+from ..render import Progress, format_bytes
 from ..results import MaxBatch, MemoryPlan
 
 _UNLIMITED = 2**31  # a step that fits at a larger batch size does not grow with it
@@ -23,7 +23,7 @@ def max_batch_size(
     multiple_of: int | None = None,
     start: int = 8,
     progress: bool = False,
-    **options: Any,
+    **options: "Unpack[PlanArguments]",
 ) -> MaxBatch:
     """Find the largest batch size that fits the target.
 
@@ -40,7 +40,7 @@ def max_batch_size(
             else of the number of devices that the program spans at the first batch size.
         start: the first batch size to try, rounded up to a multiple of `multiple_of`.
         progress: whether to report finished programs on stderr.
-        **options: options of `plan`, such as `target`, `memory_fraction` or `num_devices`.
+        **options: those of `plan`, such as `target`, `memory_fraction` or `num_devices`.
 
     Returns:
         A `MaxBatch`. Its batch size is exact: the next larger multiple was compiled and does not
@@ -55,13 +55,13 @@ def max_batch_size(
     unit = None
     if multiple_of is not None:
         unit = as_integer("multiple_of", multiple_of, 1)
-    elif options.get("num_devices") is not None:
-        unit = as_integer("num_devices", options["num_devices"], 1)
+    elif (num_devices := options.get("num_devices")) is not None:
+        unit = as_integer("num_devices", num_devices, 1)
     plans: dict[int, MemoryPlan] = {}
-    low, high = 0, None  # in units: the largest that fits, the smallest that does not
-    with progress_bar("finding the largest batch", None, progress) as report:
+    report = Progress("finding the largest batch", show=progress)
 
-        def try_batch(batch: int) -> MemoryPlan:
+    def try_batch(batch: int) -> MemoryPlan:
+        if batch not in plans:
             began = time.perf_counter()
             report.run([f"batch {batch}"])
             fun, *args = step_for_batch(batch)
@@ -69,27 +69,26 @@ def max_batch_size(
             size, seconds = format_bytes(result.peak_device_bytes), time.perf_counter() - began
             fits = "fits" if result.fits else "too much"
             report.finish(f"batch {batch}: {size}, {fits}, {seconds:.1f} s")
-            return result
+        return plans[batch]
 
-        if unit is None:
-            unit = try_batch(start).num_devices
-        guess, has_halved = -(-start // unit), True
-        while high is None or high - low > 1:
-            batch = guess * unit
-            result = plans.get(batch) or try_batch(batch)
-            width = (high or 2 * guess) - low
-            if result.fits:
-                low = guess
-            else:
-                high = guess
-            if high is None and batch > _UNLIMITED:
-                raise ValueError(
-                    "`step_for_batch` must return steps whose memory grows with the batch size, "
-                    f"but a batch size of {batch} fits."
-                )
-            # Bisect next if the last guess did not halve the interval.
-            has_halved = high is None or (high - low) <= width / 2
-            guess = _next_guess(plans, low, high, unit, extrapolate=has_halved)
+    if unit is None:
+        unit = try_batch(start).num_devices
+    low, high = 0, None  # in units: the largest that fits, the smallest that does not
+    guess = -(-start // unit)
+    while high is None or high - low > 1:
+        width = (high or 2 * guess) - low
+        if try_batch(guess * unit).fits:
+            low = guess
+        else:
+            high = guess
+        if high is None and low * unit > _UNLIMITED:
+            raise ValueError(
+                "`step_for_batch` must return steps whose memory grows with the batch size, "
+                f"but a batch size of {low * unit} fits."
+            )
+        # Bisect next if the last guess did not halve the interval.
+        has_halved = high is None or (high - low) <= width / 2
+        guess = _next_guess(plans, low, high, unit, extrapolate=has_halved)
     best = plans[low * unit] if low else plans[min(plans)]
     return MaxBatch(low * unit, best, {b: p.peak_device_bytes for b, p in plans.items()})
 
@@ -97,7 +96,7 @@ def max_batch_size(
 def _next_guess(
     plans: dict[int, MemoryPlan], low: int, high: int | None, unit: int, extrapolate: bool
 ) -> int:
-    """Return the next guess in units, by a line through the plans nearest to the limit."""
+    # By a line through the two plans nearest to the limit, since memory grows about linearly.
     if high is not None and not extrapolate:
         return (low + high) // 2
     points = sorted((batch, result.share) for batch, result in plans.items())
@@ -168,7 +167,6 @@ def split_over_devices(
 
 
 def _batch_spec(a: Any, larger: Any) -> PartitionSpec:
-    """Return the spec that splits the first axis whose size differs."""
     sizes = zip(np.shape(a), np.shape(larger), strict=True)
     growing = [axis for axis, (size, other) in enumerate(sizes) if size != other]
     return PartitionSpec(*[None] * growing[0], "data") if growing else PartitionSpec()

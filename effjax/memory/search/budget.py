@@ -4,10 +4,8 @@ import dataclasses
 import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 
@@ -16,139 +14,26 @@ from ..compiler.cache import default_folder
 from ..compiler.lower import PlanError, split_modules
 from ..compiler.packages import find_compiler
 from ..compiler.process import open_pipe
-from ..devices import Rates, Target, find_rates, find_target
-from ..plan import DEFAULT_TARGET, resolve_memory_fraction, start_plan
-from ..render import (
-    MAX_ROWS,
-    Printable,
-    Report,
-    ReportTable,
-    format_bytes,
-    format_number,
-    progress_bar,
-)
-from ..results import MemoryPlan, summarize
+from ..devices import Target, find_rates, find_target
+from ..plan import DEFAULT_TARGET, PlanArguments, resolve_memory_fraction, start_plan
+from ..render import Progress, format_bytes, format_seconds
+from ..results import MemoryPlan, OptionSearch, Trial, describe_options
 
 # The index of a combination's value of each option.
 Position = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """A combination of options, and why it was chosen or not.
-
-    Attributes:
-        options: a value for each option.
-        result: "chosen", or why another one was, such as "does not fit: 12.3 GB".
-        is_compiled: True if the step was compiled, or read from the cache. If False, bytes and
-            seconds are lower bounds.
-        peak_device_bytes: device memory of the step.
-        peak_host_bytes: pinned host memory of the step.
-        step_seconds: modelled time of the step, divided by its number of examples if `examples` was
-            given; 0 if it was not modelled.
-    """
-
-    options: dict[str, Any]
-    result: str
-    is_compiled: bool
-    peak_device_bytes: int
-    peak_host_bytes: int
-    step_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class OptionSearch(Printable):
-    """The fastest options that fit, and all others. Returned by `choose_options`.
-
-    Attributes:
-        options: the fastest options that fit; None if none were found.
-        plan: the plan of their step; None if none were found.
-        trials: all combinations, the compiled ones first. Each has its `options`, a `result`
-            ("chosen", or why it was not), `is_compiled`, `peak_device_bytes`, `peak_host_bytes` and
-            `step_seconds`. If it is not compiled, bytes and seconds are lower bounds.
-        target: the device.
-        budget: bytes of device memory.
-        host_memory_bytes: bytes of pinned host memory; None if they are not known.
-        is_complete: False if `max_compiles` ended the search, so that a combination that was not
-            compiled may be faster.
-    """
-
-    options: dict[str, Any] | None
-    plan: MemoryPlan | None
-    trials: tuple[Trial, ...]
-    target: Target
-    budget: int
-    host_memory_bytes: int | None
-    is_complete: bool
-
-    @property
-    def num_compiled(self) -> int:
-        """The number of programs that were compiled or read from the cache."""
-        return sum(trial.is_compiled for trial in self.trials)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON-serializable data."""
-        return {
-            "options": None if self.options is None else _printable(self.options),
-            "plan": None if self.plan is None else self.plan.to_dict(),
-            "trials": [
-                dataclasses.asdict(dataclasses.replace(trial, options=_printable(trial.options)))
-                for trial in self.trials
-            ],
-            "target": self.target.name,
-            "budget": self.budget,
-            "host_memory_bytes": self.host_memory_bytes,
-            "is_complete": self.is_complete,
-        }
-
-    def report(self) -> Report:
-        """Return the report to print: the chosen options, and a row per combination."""
-        if self.options is None or self.plan is None:
-            headline = f"nothing fits in {format_bytes(self.budget)} of {self.target.description}"
-            if self.host_memory_bytes is not None:
-                headline += f" and {format_bytes(self.host_memory_bytes)} of pinned host memory"
-        else:
-            headline = f"{_label(self.options)}: {summarize(self.plan)}"
-        notes = []
-        shown = self.trials
-        if len(shown) > MAX_ROWS:  # only count those that were not compiled
-            shown = [trial for trial in self.trials if trial.is_compiled]
-            reasons = Counter(trial.result for trial in self.trials if not trial.is_compiled)
-            notes += [f"{count}× {reason}" for reason, count in reasons.most_common(MAX_ROWS)]
-        if not self.is_complete:
-            notes.append("hint: the search ended at `max_compiles`; other options may be faster")
-        rows = [
-            [
-                *map(str, _printable(trial.options).values()),
-                format_bytes(trial.peak_device_bytes), format_bytes(trial.peak_host_bytes),
-                _format_seconds(trial.step_seconds), trial.result,
-            ]
-            for trial in shown
-        ]  # fmt: skip
-        header = [*self.trials[0].options, "peak", "host", "step", "result"]
-        return Report(
-            [ReportTable(header, rows)] if rows else [],
-            headline=headline,
-            note="\n".join(notes),
-            is_ok=self.plan is not None,
-        )
 
 
 def choose_options(
     make_step: Callable[..., Sequence[Any] | None],
     options: Mapping[str, Sequence[Any]],
     *,
-    target: str | Path | Target = DEFAULT_TARGET,
     budget: int | None = None,
-    memory_fraction: float | None = None,
-    host_memory_bytes: int | None = None,
     examples: str | None = None,
     not_by_time: Collection[str] = (),
     min_bytes: Callable[..., tuple[int, int]] | None = None,
     max_compiles: int = 12,
-    cache: str | Path | None = None,
     progress: bool = False,
-    **plan_options: Any,
+    **plan_options: "Unpack[PlanArguments]",
 ) -> OptionSearch:
     """Find the options of the fastest step that fits in a budget of memory.
 
@@ -177,10 +62,7 @@ def choose_options(
             *args)`` as for `plan`, or None to leave out a combination. It is called once for each
             combination before the first is compiled.
         options: the values of each option, in order.
-        target: as in `plan`.
         budget: bytes of device memory. If None, the target's memory times `memory_fraction`.
-        memory_fraction: as in `plan`, instead of `budget`.
-        host_memory_bytes: as in `plan`.
         examples: the name of the option that is the number of examples of a step, whose values are
             ordered from the largest. Times are then compared per example.
         not_by_time: names of options whose later values may be faster, too. They are ordered by
@@ -191,11 +73,9 @@ def choose_options(
             counted by `residual_bytes` are an example.
         max_compiles: the largest number of programs to compile. It includes those in the cache, so
             that the result does not depend on the cache.
-        cache: a folder for compiled programs, by default in the user's cache directory. Cached
-            plans name the source lines of the time when they were compiled.
         progress: whether to report finished programs on stderr.
-        **plan_options: other options of `plan`. Give `num_devices` if shardings are those of
-            ``jax.jit`` only and not of the arguments.
+        **plan_options: those of `plan`; `cache` is by default in the user's cache directory. Give
+            `num_devices` if shardings are those of ``jax.jit`` only and not of the arguments.
 
     Returns:
         An `OptionSearch` with the options, the plan, and a table of all combinations. It can be
@@ -207,52 +87,59 @@ def choose_options(
             a value below 1; and as `plan`.
         TypeError, PlanError: as `plan`. A PlanError of a single program only excludes it.
     """
-    gpu = find_target(target)
+    device = find_target(plan_options.get("target", DEFAULT_TARGET))
     _check_names("examples", [] if examples is None else [examples], options)
     _check_names("not_by_time", not_by_time, options)
+    fraction = plan_options.get("memory_fraction")
     if budget is None:
-        memory_fraction = resolve_memory_fraction(memory_fraction, gpu)
-    elif memory_fraction is None:
-        memory_fraction = _fraction(budget, gpu)
+        fraction = resolve_memory_fraction(fraction, device)
+    elif fraction is None:
+        fraction = fraction_of(budget, device)
     else:
         raise ValueError(
-            f"`memory_fraction` (={memory_fraction}) must be None with a `budget` (={budget}), "
-            "because both limit the device memory. Give one of them."
+            f"`memory_fraction` (={fraction}) must be None with a `budget` (={budget}), because "
+            "both limit the device memory. Give one of them."
         )
-    on_host = host_memory_bytes
     max_compiles = as_integer("max_compiles", max_compiles, 1)
-    plan_options |= {
-        "target": gpu,
-        "memory_fraction": memory_fraction,
-        "cache": default_folder() if cache is None else Path(cache),
-    }
-    rates = plan_options.get("rates") or find_rates(gpu)
-    find_compiler(gpu.platform)  # here, so that its errors are not those of a single program
+    rates = plan_options.get("rates") or find_rates(device)
+    find_compiler(device.platform)  # here, so that its errors are not those of a single program
 
     candidates: dict[Position, _Candidate] = {}
-    for position, choice in _combinations(options).items():
-        step = make_step(**choice)
-        if step is not None:
-            num_devices = plan_options.get("num_devices") or _count_devices(step[1:])
-            more = min_bytes(**choice) if min_bytes else (0, 0)
-            num_examples = as_integer(examples, choice[examples], 1) if examples else 1
-            candidates[position] = _make_candidate(
-                choice, step, num_devices, num_examples, more, rates
-            )
+    for numbered in itertools.product(*(enumerate(values) for values in options.values())):
+        choice = {name: value for name, (_, value) in zip(options, numbered, strict=True)}
+        if (step := make_step(**choice)) is None:
+            continue
+        num_devices = plan_options.get("num_devices") or _count_devices(step[1:])
+        num_examples = as_integer(examples, choice[examples], 1) if examples else 1
+        more = min_bytes(**choice) if min_bytes else (0, 0)
+        least = zip(argument_bytes(step[1:], num_devices), more, strict=True)
+        device_bytes, host_bytes = map(sum, least)
+        # All that is on the host is needed on the device.
+        seconds = host_bytes / num_devices / rates.to_device / num_examples
+        candidates[tuple(i for i, _ in numbered)] = _Candidate(
+            choice, step, num_devices, num_examples, device_bytes, host_bytes, seconds
+        )
     if not candidates:
         raise ValueError("`options` must have a combination for which `make_step` returns a step.")
-    if on_host is None and gpu.host_bytes_per_device:
-        on_host = gpu.host_bytes_per_device * max(c.num_devices for c in candidates.values())
-    plan_options["host_memory_bytes"] = on_host
+    on_host = plan_options.get("host_memory_bytes")
+    if on_host is None and device.host_bytes_per_device:
+        on_host = device.host_bytes_per_device * max(c.num_devices for c in candidates.values())
+    cache = plan_options.get("cache")
+    plan_options |= {
+        "target": device, "memory_fraction": fraction, "host_memory_bytes": on_host,
+        "cache": default_folder() if cache is None else cache,
+    }  # fmt: skip
     unordered = [i for i, name in enumerate(options) if name in not_by_time]
-    search = _Search(candidates, int(memory_fraction * gpu.memory_bytes), on_host, unordered)
-    _compile_in_turn(search, max_compiles, plan_options, progress)
+    search = _Search(candidates, int(fraction * device.memory_bytes), on_host, unordered)
+    _compile_in_turn(
+        search, max_compiles, plan_options, Progress("choosing options", show=progress)
+    )
     best = search.best
     return OptionSearch(
         options=None if best is None else best.options,
         plan=None if best is None else best.plan,
         trials=search.trials(),
-        target=gpu,
+        target=device,
         budget=search.budget,
         host_memory_bytes=on_host,
         is_complete=search.is_complete,
@@ -272,22 +159,6 @@ class _Candidate:
     seconds: float  # at least, per example
     plan: MemoryPlan | None = None
     error: PlanError | None = None
-
-
-def _make_candidate(
-    options: dict[str, Any],
-    step: Sequence[Any],
-    num_devices: int,
-    num_examples: int,
-    min_bytes: tuple[int, int],
-    rates: Rates,
-) -> _Candidate:
-    """Return a candidate with lower bounds from its arguments and `min_bytes` of temporaries."""
-    device, host = argument_bytes(step[1:], num_devices)
-    device, host = device + min_bytes[0], host + min_bytes[1]
-    # All that is on the host is needed on the device.
-    seconds = host / num_devices / rates.to_device / num_examples
-    return _Candidate(options, step, num_devices, num_examples, device, host, seconds)
 
 
 class _Search:
@@ -402,7 +273,7 @@ class _Search:
 
 
 def _compile_in_turn(
-    search: _Search, max_compiles: int, plan_options: Mapping[str, Any], progress: bool
+    search: _Search, max_compiles: int, options: PlanArguments, report: Progress
 ) -> None:
     """Compile candidates until the search is complete, or `max_compiles` is reached.
 
@@ -410,44 +281,33 @@ def _compile_in_turn(
         PlanError: if no program can be compiled.
     """
     errors = []
-    with progress_bar("choosing options", None, progress) as report:
-        for _ in range(max_compiles):
-            if (position := search.next()) is None:
-                break
-            candidate, began = search.candidates[position], time.perf_counter()
-            fun, *args = candidate.step
-            report.run([_label(candidate.options)])
-            try:
-                with open_pipe() as pipe:
-                    plan = start_plan(fun, *args, **plan_options)(pipe)
-            except PlanError as error:
-                errors.append(error)
-                search.fail(position, error)
-                report.finish(f"{_label(candidate.options)}: failed")
-                continue
-            search.add(position, plan)
-            report.finish(
-                f"{_label(candidate.options)}: {format_bytes(plan.peak_device_bytes)}, "
-                f"{'fits' if plan.fits else 'too much'}, {_format_seconds(plan.step_seconds)} a "
-                f"step, {time.perf_counter() - began:.1f} s"
-            )
+    for _ in range(max_compiles):
+        if (position := search.next()) is None:
+            break
+        candidate, began = search.candidates[position], time.perf_counter()
+        fun, *args = candidate.step
+        label = describe_options(candidate.options)
+        report.run([label])
+        try:
+            with open_pipe() as pipe:
+                plan = start_plan(fun, args, options)(pipe)
+        except PlanError as error:
+            errors.append(error)
+            search.fail(position, error)
+            report.finish(f"{label}: failed")
+            continue
+        search.add(position, plan)
+        fits, seconds = "fits" if plan.fits else "too much", format_seconds(plan.step_seconds)
+        report.finish(
+            f"{label}: {format_bytes(plan.peak_device_bytes)}, {fits}, {seconds} a step, "
+            f"{time.perf_counter() - began:.1f} s"
+        )
     if errors and all(candidate.plan is None for candidate in search.candidates.values()):
         raise errors[0]
 
 
 def _precedes(first: Position, second: Position) -> bool:
     return all(i <= j for i, j in zip(first, second, strict=True))
-
-
-def _combinations(options: Mapping[str, Sequence[Any]]) -> dict[Position, dict[str, Any]]:
-    positions = itertools.product(*(range(len(values)) for values in options.values()))
-    return {
-        position: {
-            name: values[i]
-            for (name, values), i in zip(options.items(), position, strict=True)
-        }
-        for position in positions
-    }  # fmt: skip
 
 
 def _check_names(argument: str, names: Collection[str], options: Mapping[str, Any]) -> None:
@@ -458,7 +318,7 @@ def _check_names(argument: str, names: Collection[str], options: Mapping[str, An
             )
 
 
-def _fraction(budget: int, target: Target) -> float:
+def fraction_of(budget: int, target: Target) -> float:
     """Return the fraction of the target's memory that rounds down to `budget` bytes."""
     budget = as_integer("budget", budget, 1)
     if budget > target.memory_bytes:
@@ -491,22 +351,3 @@ def argument_bytes(args: Sequence[Any], num_devices: int) -> tuple[int, int]:
         else:
             device += size
     return device, host
-
-
-def _format_seconds(seconds: float) -> str:
-    # That of an example may be short.
-    return format_number(seconds * 1e12, ("ps", "ns", "us", "ms", "s"))
-
-
-def _printable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with functions and other objects replaced by their names."""
-    return {
-        name: value
-        if value is None or isinstance(value, (bool, int, float, str))
-        else getattr(value, "__name__", str(value))
-        for name, value in options.items()
-    }
-
-
-def _label(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in _printable(options).items())

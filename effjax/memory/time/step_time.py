@@ -7,15 +7,12 @@ from collections.abc import Mapping
 
 from ..devices import Rates
 from ..read.hlo import HloModule, Instruction, operand_names, parse
-from ..render import ReportTable, format_bytes, format_number
 from .work import Channel, WorkCounter
 
-_FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
 # XLA's rematerialization names the instructions that it duplicates so. It runs where the program
 # would exceed the memory of the device, and can double its FLOPs: 326 of the 572 TFLOP of Qwen3-8B
 # with offloaded activations on an RTX 4090.
 _REMATERIALIZED = re.compile(r"\.remat\d*(\.|$)")
-_TITLE = "modelled time of a call, at published peak rates (not measured)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,39 +22,23 @@ class StepTime:
     It is a model and not a measurement: each kernel takes its FLOPs at the peak rate or its bytes
     at the bandwidth of device memory, whichever is longer, and transfers are hidden as far as the
     schedule has kernels to run meanwhile.
-
-    Attributes:
-        rates: the peak rates.
-        flops: FLOPs of matrix products, convolutions, attention kernels and effjax's native
-            kernels, by dtype as in `Rates`.
-        recomputed_flops: those of them that XLA added to the program that was traced, to need less
-            memory.
-        memory_bytes: bytes that kernels read and write in device memory.
-        to_device_bytes: bytes copied from the host.
-        to_host_bytes: bytes copied to the host.
-        collective_bytes: bytes that the device sends to others.
-        compute_seconds: time of the kernels.
-        to_device_seconds: time that the device waits for copies from the host.
-        to_host_seconds: time that the device waits for copies to the host.
-        collective_seconds: time that the device waits for collectives.
-        unknown_kernels: kernels whose FLOPs are unknown, with their number of executions. Their
-            bytes are counted.
-        unknown_loops: number of loops with an unknown number of iterations, counted as one.
     """
 
     rates: Rates
+    # Of matrix products, convolutions, attention and effjax's native kernels, by dtype as in
+    # `Rates`; and those of them that XLA added to the traced program, to need less memory.
     flops: Mapping[str, int]
     recomputed_flops: int
-    memory_bytes: int
+    memory_bytes: int  # that kernels read and write in device memory
     to_device_bytes: int
     to_host_bytes: int
-    collective_bytes: int
-    compute_seconds: float
+    collective_bytes: int  # that the device sends to others
+    compute_seconds: float  # of kernels; the others are times that the device waits
     to_device_seconds: float
     to_host_seconds: float
     collective_seconds: float
-    unknown_kernels: Mapping[str, int]
-    unknown_loops: int
+    unknown_kernels: Mapping[str, int]  # number of executions; their bytes are counted
+    unknown_loops: int  # of unknown length, counted as one iteration
 
     @property
     def seconds(self) -> float:
@@ -97,80 +78,6 @@ def step_time(hlo: str | HloModule, rates: Rates, num_devices: int = 1) -> StepT
         unknown_kernels=dict(total.unknown_kernels),
         unknown_loops=total.unknown_loops,
     )
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration with its unit, such as "12.3 ms"."""
-    return format_number(seconds * 1e6, ("us", "ms", "s"))
-
-
-def recomputation_note(time: StepTime) -> str:
-    """Return a hint at the FLOPs that XLA recomputes; empty if there are hardly any."""
-    if time.recomputed_flops <= 0.01 * time.total_flops:
-        return ""
-    recomputed, total = (
-        format_number(flops, _FLOPS) for flops in (time.recomputed_flops, time.total_flops)
-    )
-    return (
-        f"XLA recomputes {recomputed} of {total}, because the step would otherwise exceed the "
-        "memory of the device"
-    )
-
-
-def time_table(time: StepTime) -> ReportTable:
-    """Return the table of a modelled time: each part alone, and what it adds."""
-    rows = []
-    for dtype, count in sorted(time.flops.items(), key=lambda item: -item[1]):
-        rate = time.rates.flops_of(dtype)
-        rows.append([
-            f"products, {dtype}", format_number(count, _FLOPS), format_number(rate, _FLOPS) + "/s",
-            format_seconds(count / rate), "",
-        ])  # fmt: skip
-
-    if time.recomputed_flops:
-        recomputed = format_number(time.recomputed_flops, _FLOPS)
-        rows.append(["of them recomputed by XLA", recomputed, "", "", ""])
-
-    def of_bytes(name: str, size: int, rate: float, adds: str) -> None:
-        rows.append([
-            name, format_bytes(size), format_bytes(rate) + "/s", format_seconds(size / rate), adds,
-        ])  # fmt: skip
-
-    of_bytes("device memory", time.memory_bytes, time.rates.memory, "")
-    rows.append(["kernels", "", "", "", format_seconds(time.compute_seconds)])
-    for name, size, rate, wait in (
-        ("host to device", time.to_device_bytes, time.rates.to_device, time.to_device_seconds),
-        ("device to host", time.to_host_bytes, time.rates.to_host, time.to_host_seconds),
-        ("collectives", time.collective_bytes, time.rates.interconnect, time.collective_seconds),
-    ):
-        if size:
-            of_bytes(name, size, rate, format_seconds(wait))
-    rows.append(["call", "", "", "", format_seconds(time.seconds)])
-    rows += [
-        [f"unknown FLOPs: {name}", f"{count}×", "", "", ""]
-        for name, count in time.unknown_kernels.items()
-    ]
-    if time.unknown_loops:
-        rows.append(["loops of unknown length", f"{time.unknown_loops}×", "", "", ""])
-    return ReportTable(["part", "amount", "rate", "alone", "adds"], rows, _TITLE)
-
-
-def comparison_table(times: Mapping[str, StepTime]) -> ReportTable:
-    """Return the table of several modelled times, one in each row."""
-    rows = [
-        [
-            name,
-            format_seconds(time.seconds),
-            format_number(time.total_flops, _FLOPS),
-            format_seconds(time.compute_seconds),
-            format_seconds(time.to_device_seconds),
-            format_seconds(time.to_host_seconds),
-            format_seconds(time.collective_seconds),
-        ]
-        for name, time in times.items()
-    ]
-    header = ["", "call", "products", "kernels", "from host", "to host", "collectives"]
-    return ReportTable(header, rows, _TITLE)
 
 
 @dataclasses.dataclass
