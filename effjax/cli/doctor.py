@@ -20,21 +20,17 @@ PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 def examine() -> dict[str, Any]:
     """Return the report as JSON-serializable data. Initializes the JAX backend."""
     devices, backend_error = _describe_devices()
-    plugins = {name: v for name in PLUGINS if (v := _version(name))}
-    extras = missing_by_extra()
+    software, extras = _describe_software(), missing_by_extra()
     on_gpu = any(device["platform"] == "gpu" for device in devices)
-    advice = _advise_on_sums() if on_gpu else _advise_on_gpus(list(plugins), extras)
+    plugins = list(software["cuda_plugins"])
+    advice = _advise_on_sums() if on_gpu else _advise_on_gpus(plugins, extras)
     advice += [
         f"to install {extra} (missing: {', '.join(missing)}): {install_command(extra)}"
         for extra, missing in extras.items()
         if missing and not extra.startswith("cuda")
     ]
     return {
-        "effjax": _version("effjax") or "not installed (run from source)",
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "cuda_plugins": plugins,
+        **software,
         "devices": devices,
         "backend_error": backend_error,
         "pinned_host_memory": describe_host_memory(),
@@ -46,6 +42,24 @@ def examine() -> dict[str, Any]:
     }
 
 
+def _describe_software() -> dict[str, Any]:
+    return {
+        "effjax": _version("effjax") or "not installed (run from source)",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda_plugins": {name: v for name in PLUGINS if (v := _version(name))},
+    }
+
+
+def _format_software(report: dict[str, Any]) -> list[str]:
+    packages = report["packages"] | report["cuda_plugins"]
+    return [
+        f"effjax {report['effjax']}, Python {report['python']}, {report['platform']}",
+        "packages: " + ", ".join(f"{name} {v or 'missing'}" for name, v in packages.items()),
+    ]
+
+
 def _advise_on_sums() -> list[str]:
     from ..native import defaults
 
@@ -54,11 +68,7 @@ def _advise_on_sums() -> list[str]:
 
 def format_lines(report: dict[str, Any]) -> list[str]:
     """Return the lines of the report as text."""
-    packages = report["packages"] | report["cuda_plugins"]
-    lines = [
-        f"effjax {report['effjax']}, Python {report['python']}, {report['platform']}",
-        "packages: " + ", ".join(f"{name} {v or 'missing'}" for name, v in packages.items()),
-    ]
+    lines = _format_software(report)
     if report["backend_error"]:
         lines.append(f"devices: none, {report['backend_error']}")
     for device in report["devices"]:
@@ -95,14 +105,7 @@ def validate_kernels(as_json: bool = False, platform: str = "cuda", **options: A
         **options: options of `effjax.validation.validate`.
     """
     from ..native import defaults
-    from ..validation import (
-        NoKernelsError,
-        find_failures,
-        find_untested,
-        measure_programs,
-        outcomes,
-        validate,
-    )
+    from ..validation import NoKernelsError, find_problems, measure_programs, outcomes, validate
 
     def report_line(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
@@ -117,6 +120,7 @@ def validate_kernels(as_json: bool = False, platform: str = "cuda", **options: A
     except NoKernelsError as error:
         print(f"effjax: {error}. See effjax doctor.", file=sys.stderr)
         return 1
+    report |= _describe_software()
     report["outcomes"] = outcomes(report)
     stored = "No kernel was tested, so the verdict is unchanged."
     if report["outcomes"]:
@@ -124,20 +128,20 @@ def validate_kernels(as_json: bool = False, platform: str = "cuda", **options: A
         stored = f"The verdict is in {path}."
     if platform == "cuda":
         measure_programs(report, report_line=report_line)
-    report["failures"], untested = find_failures(report), find_untested(report)
-    for line in ["", *format_outcomes(report), *report["failures"], *untested, stored]:
+    report["problems"] = find_problems(report)
+    for line in ["", *format_outcomes(report), *report["problems"], stored]:
         report_line(line)
     if as_json:
         print(json.dumps(report, indent=2))
-    return 1 if report["failures"] or untested else 0
+    return 1 if report["problems"] else 0
 
 
 def format_outcomes(report: dict[str, Any]) -> list[str]:
-    """Return a table of times and outcomes."""
-    key, packages = report["key"], report["packages"]
+    """Return a table of times and outcomes, and what compute-sanitizer checked."""
+    key = report["key"]
     lines = [
-        f"{key['gpu']}, driver {key['driver']}, CUDA {key['cuda']}; "
-        + ", ".join(f"{name} {version}" for name, version in packages.items()),
+        f"{key['gpu']}, driver {key['driver']}, CUDA {key['cuda']}",
+        *_format_software(report),
         f"{'kernel':<28} {'dtype':<9} {'cases':>5} {'ms':>8} {'XLA':>8}  default",
     ]
     for row in report["kernels"]:
@@ -149,7 +153,10 @@ def format_outcomes(report: dict[str, Any]) -> list[str]:
             None: "XLA, the kernel was not tested",
         }[outcome]  # fmt: skip
         lines.append(f"{row['kernel']:<28} {row['dtype']:<9} {row['passed']:>5} {times}  {chosen}")
-    return lines
+    # Without it, accesses outside of arrays may be overlooked.
+    sanitizer = report["sanitizer"]
+    text = "compute-sanitizer checked {checked} of {kernels} kernels and dtypes".format(**sanitizer)
+    return [*lines, f"{text}: {sanitizer['reason']}" if sanitizer["reason"] else text]
 
 
 def missing_by_extra() -> dict[str, list[str]]:

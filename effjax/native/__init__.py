@@ -14,7 +14,7 @@ import sys
 from contextlib import AbstractContextManager
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.export
@@ -24,8 +24,6 @@ Choice = Literal["cuda", "xla", "validated"]
 _choice: Choice | None = None  # of `set_default`
 
 LOADED = "loaded"
-
-handlers: dict[tuple[str, str], Any] = {}  # all registered functions, by custom call and platform
 
 # XLA's name of each platform, and the symbol of each custom call.
 _PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
@@ -219,15 +217,9 @@ def _register(platform: str) -> ctypes.CDLL | str:
     if not all(hasattr(library, symbol) for symbol in [*symbols.values(), *_PLAIN[platform]]):
         return "built from another version of effjax: install effjax again"
     for target, symbol in symbols.items():
-        register(target, getattr(library, symbol), platform)
+        capsule = jax.ffi.pycapsule(getattr(library, symbol))
+        jax.ffi.register_ffi_target(target, capsule, platform=_PLATFORMS[platform])
     return library
-
-
-def register(target: str, handler: Any, platform: str) -> None:
-    """Register the function of a library as a custom call."""
-    capsule = jax.ffi.pycapsule(handler)
-    jax.ffi.register_ffi_target(target, capsule, platform=_PLATFORMS[platform])
-    handlers[target, platform] = handler
 
 
 def _is_complete(path: Path) -> bool:

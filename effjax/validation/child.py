@@ -1,131 +1,96 @@
 """Process of `run.py`: python -m effjax.validation.child FUNCTION OPTIONS.
 
 A kernel may crash or hang. It then takes down this process only. FUNCTION is "validate" or a
-function of `programs.py`, and OPTIONS are its arguments in JSON. Each line of stdout is an event.
+function of `programs.py`, and OPTIONS are its arguments in JSON. Each line of stdout is a result in
+JSON, of which the last one counts.
 """
 
-import functools
-import importlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 
 from ..native import defaults
-from . import guards
-from .checks import (
-    TOLERANCES,
-    Failure,
-    check_call,
-    compare,
-    is_out_of_memory,
-    run_and_time,
-    run_reference,
-)
-from .kernels import Call, Kernel, MakeCall
+from . import checks
+from .kernels import LARGE, Kernel, load_kernels
 
 
 def validate(
-    platform: Any, table: str, rows: Sequence[tuple[str, str]], cases: Any, repeats: int
-) -> Iterator[dict[str, Any]]:
-    """Compare kernels with plain XLA and time those that are right.
+    show: Callable[[dict[str, Any]], None],
+    platform: Literal["cpu", "cuda"],
+    table: str,
+    kernel: str,
+    dtype: str,
+    cases: Sequence[str] | None,
+    repeats: int,
+    is_timed: bool = True,
+) -> None:
+    """Compare a kernel with plain XLA, and time it if it is right, with options of `run.validate`.
 
-    Args:
-        platform: "cuda" or "cpu".
-        table: "module:NAME" of a dictionary of kernels.
-        rows: the name of each kernel, and its dtype.
-        cases: names of the cases of each kernel; None for all.
-        repeats: runs of each case.
-
-    Yields:
-        An event about the devices. For each row a "start" before each part of a case, a "case" with
-        its findings, and an "end".
+    `show` is called with the devices and the row of the report whenever the row changes. The row
+    says what runs next, in case this process ends there.
     """
-    module, _, name = table.partition(":")
-    kernels = getattr(importlib.import_module(module), name)
+    tested, row = load_kernels(table)[kernel], checks.new_row(kernel, dtype)
     device, key = jax.local_devices()[0], defaults.find_key(platform)
-    yield {
-        "event": "devices",
+    devices = {
         "key": None if key is None else key._asdict(),
         "devices": [device.device_kind for device in jax.local_devices()],
         "backend": " ".join(device.client.platform_version.split()),
         "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
     }
-    for name, dtype in rows:
-        kernel, is_right = kernels[name], True
-        jax.config.update("jax_enable_x64", True)
-        with guards.guarded_calls():
-            for case in kernel.cases if cases is None else cases:
-                for event in run_case(kernel, case, kernel.cases[case], dtype, repeats):
-                    yield event
-                    is_right &= not event.get("failures") and not event.get("untested")
-        if is_right:
-            jax.config.update("jax_enable_x64", dtype == "float64")
-            yield from run_case(kernel, "time", kernel.timed, dtype)
-        yield {"event": "end"}
+
+    def show_row() -> None:
+        show({"devices": devices, "row": row})
+
+    jax.config.update("jax_enable_x64", True)  # for the reference
+    for case in tested.cases if cases is None else cases:
+        run_case(row, tested, case, show_row, repeats)
+    if is_timed and not row["failures"] and not row["untested"]:
+        # The programs of users, whose times these are, have 32-bit indices.
+        jax.config.update("jax_enable_x64", dtype == "float64")
+        run_case(row, tested, "time", show_row)
 
 
 def run_case(
-    kernel: Kernel, name: str, make: MakeCall, dtype: str, repeats: int | None = None
-) -> Iterator[dict[str, Any]]:
-    """Yield the events of one case, which compares `repeats` runs, or is timed if None.
+    row: dict[str, Any], kernel: Kernel, name: str, show: Callable, repeats: int | None = None
+) -> None:
+    """Run one case `repeats` times, or measure its time if None, and add it to a row.
 
-    The process must end after another error than a lack of memory: after an invalid access, a GPU
-    refuses all further work of the process.
+    `show` is called before XLA runs, before the kernel runs, and at the end.
     """
-    start = {"event": "start", "case": name}
-    case = {"event": "case", "case": name, "skipped": None, "untested": None, "seconds": {}}
-    failures: list[Failure] = []
-    call, runs_kernel, ends = None, False, False
-    yield start | {"runs_kernel": False}
+    dtype = row["dtype"]
+    running = row["running"] = {"case": name, "runs_kernel": False}
+    show()
     try:
-        call = make(dtype)
+        call = kernel.cases[name](dtype) if repeats else kernel.timed(dtype)
         if isinstance(call, str):
-            case["skipped"] = call
+            row["skipped"][name] = call
         else:
-            reference = _time_reference(call) if repeats is None else run_reference(call)
-            yield start | {"runs_kernel": True}
-            runs_kernel = True
-            if repeats is None:
-                failures, case["seconds"] = _time_call(kernel, call, reference, dtype)
+            reference: Any = (checks.run_reference if repeats else checks.time_reference)(call)
+            running["runs_kernel"] = True
+            show()
+            if repeats:
+                failures = checks.check_call(kernel, call, reference, dtype, repeats)
             else:
-                failures = check_call(kernel, call, reference, dtype, repeats)
+                failures, row["seconds"] = checks.check_time(kernel, call, reference, dtype)
+            row["failures"] += [{"case": name, **failure._asdict()} for failure in failures]
+            row["passed"] += bool(repeats and not failures)
     except Exception as error:
         text = describe_error(error)
-        ends = not is_out_of_memory(error)
-        if not ends:
-            is_large = isinstance(call, Call) and call.tail
-            case["skipped" if is_large else "untested"] = text
-        elif runs_kernel:
-            failures = [Failure("error", text)]
+        if checks.is_out_of_memory(error):
+            row["skipped" if name == LARGE else "untested"][name] = text
         else:
-            case["untested"] = f"plain XLA: {text}"
-    yield case | {"failures": [failure._asdict() for failure in failures]}
-    if ends:
-        raise SystemExit
-
-
-def _time_reference(call: Call) -> Any:
-    return run_and_time(functools.partial(call.apply, implementation="xla"), call)
-
-
-def _time_call(
-    kernel: Kernel, call: Call, reference: Any, dtype: str
-) -> tuple[list[Failure], dict[str, float]]:
-    """Return failures, and the seconds of the kernel and of XLA for result and gradients.
-
-    The kernel runs without guards here, so that XLA may capture the call in a CUDA graph. The
-    reference is XLA in the same dtype, which has errors of its own. The tolerance is therefore four
-    times as large.
-    """
-    want, xla = reference
-    got, native = run_and_time(kernel.candidate(call.apply), call)
-    wrong = compare(call.names, got, want, 4 * TOLERANCES[dtype])
-    failures = [Failure("value", text) for text in wrong.values()]
-    return failures, {"native": native, "xla": xla}
+            if running["runs_kernel"]:
+                row["failures"].append({"case": name, "kind": "error", "text": text})
+            else:
+                row["untested"][name] = f"plain XLA: {text}"
+            show()
+            # After an invalid access, a GPU refuses all further work of the process.
+            raise SystemExit from error
+    show()
 
 
 def describe_error(error: Exception) -> str:
@@ -134,23 +99,28 @@ def describe_error(error: Exception) -> str:
     return text if len(text) < 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
-def run_program(function: str, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the value or the error of a function of `programs.py`."""
+def run_program(function: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the value or the error of a function of `programs.py`."""
     from . import programs
 
     try:
-        yield {"value": getattr(programs, function)(**options)}
+        return {"value": getattr(programs, function)(**options)}
     except Exception as error:
-        yield {"error": describe_error(error)}
+        return {"error": describe_error(error)}
 
 
 def main(function: str, options: dict[str, Any]) -> None:
-    """Print the events of a function. All other output goes to stderr."""
-    events = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    """Print the results of a function. All other output goes to stderr."""
+    results = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    is_validation = function == "validate"
-    for event in validate(**options) if is_validation else run_program(function, options):
-        print(json.dumps(event), file=events, flush=True)
+
+    def show(result: dict[str, Any]) -> None:
+        print(json.dumps(result), file=results, flush=True)
+
+    if function == "validate":
+        validate(show, **options)
+    else:
+        show(run_program(function, options))
 
 
 if __name__ == "__main__":

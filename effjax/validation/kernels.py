@@ -1,8 +1,9 @@
 """The kernels with the calls that validate them: those of effjax, and cuDNN's attention."""
 
 import functools
+import importlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,26 +16,20 @@ from ..ops.samplers.deform_attention.api import ms_deform_attn
 from ..ops.samplers.deform_conv.api import deform_conv2d
 from ..ops.samplers.roi.api import deform_roi_pool, roi_align
 
+TABLE = "effjax.validation.kernels:KERNELS"
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+LARGE = "64-bit indices"  # the case that may exceed the memory
 
 
 class Call(NamedTuple):
-    """A call of an operator.
+    """A call of an operator."""
 
-    Attributes:
-        apply: ``apply(*args, implementation=...)`` returns an array.
-        args: arrays. Images come first.
-        names: names of the leading arguments, which have gradients.
-        tail: if true, only the last image counts: the others are zero, and the reference is
-            computed without them.
-        shared: positions of the arguments without images, such as a kernel.
-    """
-
-    apply: Callable[..., jax.Array]
-    args: tuple[jax.Array, ...]
-    names: tuple[str, ...]
+    apply: Callable[..., jax.Array]  # apply(*args, implementation=...)
+    args: tuple[jax.Array, ...]  # images come first
+    names: tuple[str, ...]  # of the leading arguments, which have gradients
+    # Only the last image counts: the others are zero, and the reference is computed without them.
     tail: bool = False
-    shared: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()  # positions of the arguments without images, such as a kernel
 
 
 # Returns a call for a dtype, or the reason why this machine cannot run it.
@@ -42,30 +37,18 @@ MakeCall = Callable[[str], Call | str]
 
 
 class Kernel(NamedTuple):
-    """A kernel.
+    """A kernel with its calls."""
 
-    Attributes:
-        name: its name in verdicts.
-        cases: by name.
-        timed: a call of a usual size.
-        is_deterministic: True if gradients are bitwise reproducible. Results always are.
-        candidate: returns the function to validate, given the `apply` of a call.
-        dtypes: those that it supports.
-    """
-
-    name: str
+    name: str  # in verdicts
     cases: Mapping[str, MakeCall]
-    timed: Callable[[str], Call]
-    is_deterministic: bool = False
+    timed: Callable[[str], Call]  # a call of a usual size
+    is_deterministic: bool = False  # of gradients. The bits of results never vary
+    # Returns the function to validate, given the `apply` of a call.
     candidate: Callable[[Callable], Callable] = lambda apply: functools.partial(
         apply, implementation="native"
     )
     dtypes: tuple[str, ...] = DTYPES
-
-
-def positions_dtype(dtype: str) -> str:
-    """Return the dtype of offsets, locations and boxes."""
-    return "float64" if dtype == "float64" else "float32"
+    is_sanitized: bool = True  # False for a kernel of another library
 
 
 def between(rng: np.random.Generator, low: int, high: int, shape: tuple) -> np.ndarray:
@@ -73,9 +56,16 @@ def between(rng: np.random.Generator, low: int, high: int, shape: tuple) -> np.n
     return rng.integers(low, high, shape) + rng.integers(1, 8, shape) / 8
 
 
-def as_arrays(dtype: str, *arrays: np.ndarray | None) -> tuple[jax.Array, ...]:
-    """Return the arrays in this dtype."""
-    return tuple(jnp.asarray(a, dtype) for a in arrays if a is not None)
+def replace_some(rng: np.random.Generator, positions: np.ndarray, values: list[float]) -> None:
+    """Replace a quarter of the positions."""
+    chosen = rng.choice(positions.size, positions.size // 4, replace=False)
+    positions.flat[chosen] = rng.choice(values, chosen.size)
+
+
+def as_arrays(dtype: str, images: list, positions: Sequence = ()) -> list[jax.Array]:
+    """Return arrays in this dtype, and positions in float32 or wider."""
+    wide = "float64" if dtype == "float64" else "float32"
+    return [jnp.asarray(a, dtype) for a in images] + [jnp.asarray(a, wide) for a in positions]
 
 
 # Values at which the sample and its gradients are zero, or at the border of that.
@@ -98,13 +88,11 @@ def make_deform_conv(
     taps = math.prod(kernel) * offset_groups
     offset = between(rng, -spread, spread, (batch, h, w, 2 * taps))
     if special:
-        chosen = rng.choice(offset.size, offset.size // 4, replace=False)
-        offset.flat[chosen] = rng.choice(SPECIAL, chosen.size)
+        replace_some(rng, offset, SPECIAL)
     x = rng.normal(size=(batch, *size, c))
     weights = rng.normal(size=(*kernel, c // groups, o))
-    mask = rng.normal(size=(batch, h, w, taps)) if masked else None
-    x, weights = as_arrays(dtype, x, weights)
-    offset, *rest = as_arrays(positions_dtype(dtype), offset, mask)
+    mask = [rng.normal(size=(batch, h, w, taps))] * masked
+    x, weights, offset, *mask = as_arrays(dtype, [x, weights], [offset, *mask])
 
     def apply(x, offset, weights, *mask, implementation):
         return deform_conv2d(
@@ -114,7 +102,7 @@ def make_deform_conv(
         )  # fmt: skip
 
     names = ("x", "offset", "kernel", "mask")[: 3 + masked]
-    return Call(apply, (x, offset, weights, *rest), names)
+    return Call(apply, (x, offset, weights, *mask), names)
 
 
 def make_roi(
@@ -128,20 +116,15 @@ def make_roi(
     corners = _random_boxes(rng, batch, boxes, size, special and not deformed)
     offset = rng.normal(size=(batch, boxes, *output_size, 2))
     if special:
-        chosen = rng.choice(offset.size, offset.size // 4, replace=False)
-        offset.flat[chosen] = rng.choice(SPECIAL[:3], chosen.size)
-    (x,), (offset, corners) = (
-        as_arrays(dtype, x),
-        as_arrays(positions_dtype(dtype), offset, corners),
-    )
-    options: dict[str, Any] = dict(output_size=output_size, sampling_ratio=ratio)
-    options["deterministic"] = deterministic
+        replace_some(rng, offset, SPECIAL[:3])
+    x, offset, corners = as_arrays(dtype, [x], [offset, corners])
+    options: Any = dict(output_size=output_size, sampling_ratio=ratio, deterministic=deterministic)
 
-    def align(x, corners, *, implementation):
-        return roi_align(x, corners, implementation=implementation, **options)
+    def align(x, corners, **chosen):
+        return roi_align(x, corners, **options, **chosen)
 
-    def pool(x, offset, corners, *, implementation):
-        return deform_roi_pool(x, corners, offset, implementation=implementation, **options)
+    def pool(x, offset, corners, **chosen):
+        return deform_roi_pool(x, corners, offset, **options, **chosen)
 
     if deformed:
         return Call(pool, (x, offset, corners), ("x", "offset"))
@@ -170,11 +153,9 @@ def make_attention(
     sizes = np.array(shapes)[:, None, ::-1]  # (w, h) of each level
     pixels = between(rng, -2, 9, (batch, queries, heads, len(shapes), points, 2))
     if special:
-        chosen = rng.choice(pixels.size, pixels.size // 4, replace=False)
-        pixels.flat[chosen] = rng.choice(SPECIAL, chosen.size)
+        replace_some(rng, pixels, SPECIAL)
     locations, weights = (pixels + 0.5) / sizes, rng.normal(size=pixels.shape[:-1])
-    (value,) = as_arrays(dtype, value)
-    locations, weights = as_arrays(positions_dtype(dtype), locations, weights)
+    value, locations, weights = as_arrays(dtype, [value], [locations, weights])
 
     def apply(value, locations, weights, *, implementation):
         return ms_deform_attn(
@@ -185,165 +166,74 @@ def make_attention(
     return Call(apply, (value, locations, weights), ("value", "locations", "weights"))
 
 
-def map_examples(make: Callable[..., Call], shared: tuple[int, ...] = ()) -> MakeCall:
-    """Return a case under vmap: three examples; `shared` are the arguments of all examples."""
+# Cases made of those above. `shared` are the positions of the arguments without images.
 
-    def make_mapped(dtype: str) -> Call:
-        call = make(dtype)
-        axes = tuple(None if i in shared else 0 for i in range(len(call.args)))
-        args = tuple(
-            a if i in shared else jnp.stack([a, a * 0.75, a * 0.5]) for i, a in enumerate(call.args)
+
+def map_examples(dtype: str, *, make: Callable[..., Call], shared: tuple[int, ...] = ()) -> Call:
+    """Return a call under vmap, of three examples."""
+    call = make(dtype)
+    axes = tuple(None if i in shared else 0 for i in range(len(call.args)))
+    args = (
+        a if i in shared else jnp.stack([a, a * 0.75, a * 0.5]) for i, a in enumerate(call.args)
+    )
+
+    def apply(*args, implementation):
+        function = functools.partial(call.apply, implementation=implementation)
+        return jax.vmap(function, axes)(*args)
+
+    return call._replace(apply=apply, args=tuple(args))
+
+
+def shard_images(
+    dtype: str, *, make: Callable[..., Call], shared: tuple[int, ...] = ()
+) -> Call | str:
+    """Return a call whose images are sharded over all devices."""
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        return "one device"
+    mesh = jax.sharding.Mesh(np.array(devices), ("images",))  # Auto axes
+    call = make(dtype, batch=2 * len(devices))
+    shardings = (
+        NamedSharding(mesh, PartitionSpec(None if i in shared else "images"))
+        for i in range(len(call.args))
+    )
+    return call._replace(args=tuple(map(jax.device_put, call.args, shardings)))
+
+
+def make_large(
+    dtype: str, *, make: Callable[..., Call], images: int, shared: tuple[int, ...] = ()
+) -> Call | str:
+    """Return a call with so many images that their elements need 64-bit indices."""
+    one = jax.eval_shape(lambda: make(dtype, batch=1).args[0])
+    elements, size = images * one.size, one.dtype.itemsize
+    # x, its gradient, and the gradient in float32 or wider.
+    needed = elements * (2 * size + max(4, size)) * 5 // 4
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    if elements >= 2**31 and limit < needed:
+        return f"needs {needed / 1e9:.0f} GB of device memory"
+    call = make(dtype, batch=1)
+
+    @jax.jit
+    def extend(*args):
+        return tuple(
+            a if i in shared else jnp.zeros((images, *a.shape[1:]), a.dtype).at[-1:].set(a)
+            for i, a in enumerate(args)
         )
 
-        def apply(*args, implementation):
-            function = functools.partial(call.apply, implementation=implementation)
-            return jax.vmap(function, axes)(*args)
-
-        return call._replace(apply=apply, args=args)
-
-    return make_mapped
-
-
-def shard_images(make: Callable[..., Call], shared: tuple[int, ...] = ()) -> MakeCall:
-    """Return a case whose images are sharded over all devices."""
-
-    def make_sharded(dtype: str) -> Call | str:
-        devices = jax.local_devices()
-        if len(devices) == 1:
-            return "one device"
-        mesh = jax.make_mesh((len(devices),), ("images",), devices=devices)
-        mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names)  # Auto axes
-        call = make(dtype, batch=2 * len(devices))
-        args = tuple(
-            jax.device_put(
-                a, NamedSharding(mesh, PartitionSpec(*() if i in shared else ("images",)))
-            )
-            for i, a in enumerate(call.args)
-        )
-        return call._replace(args=args)
-
-    return make_sharded
-
-
-def large(make: Callable[..., Call], images: int, shared: tuple[int, ...] = ()) -> MakeCall:
-    """Return a case with so many images that their elements need 64-bit indices."""
-
-    def make_large(dtype: str) -> Call | str:
-        one = jax.eval_shape(lambda: make(dtype, batch=1).args[0])
-        elements = images * one.size
-        size = one.dtype.itemsize
-        # x, its gradient, and the gradient in float32 or wider.
-        needed = elements * (2 * size + max(4, size)) * 5 // 4
-        limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-        reason = f"needs {needed / 1e9:.0f} GB of device memory"
-        if elements >= 2**31 and limit < needed:
-            return reason
-        call = make(dtype, batch=1)
-
-        @jax.jit
-        def extend(*args):
-            return tuple(
-                a if i in shared else jnp.zeros((images, *a.shape[1:]), a.dtype).at[-1:].set(a)
-                for i, a in enumerate(args)
-            )
-
-        try:
-            args = jax.block_until_ready(extend(*call.args))
-        except jax.errors.JaxRuntimeError as error:  # other processes use the memory
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return reason
-        return call._replace(args=args, tail=True, shared=shared)
-
-    return make_large
-
-
-def _deform_conv_cases(**fixed: Any) -> dict[str, MakeCall]:
-    make = functools.partial(make_deform_conv, **fixed)
-    of = functools.partial
-    return {
-        "plain": make,
-        "odd channels": of(make, c=5, o=3),
-        "one pixel": of(make, size=(1, 1), kernel=(1, 1), padding=((0, 0), (0, 0)), spread=1),
-        "groups": of(make, c=12, o=6, groups=2, offset_groups=3),
-        "no mask": of(make, masked=False),
-        "one-sided": of(
-            make, kernel=(1, 3), padding=((0, 2), (2, 1)), strides=(2, 1), dilation=(1, 2)
-        ),
-        "NaN and infinity": of(make, special=True),
-        "no images": of(make, batch=0),
-        "vmap": map_examples(make, shared=(2,)),
-        "slices": of(make, size=(17, 16), workspace_bytes=8192),
-        "many channels": of(make, c=1040, size=(4, 5), o=8),
-        "many pixels": of(make, batch=3, size=(48, 40), c=32, o=16),
-        "several devices": shard_images(make, shared=(2,)),
-        "64-bit indices": large(
-            of(make, size=(1024, 1024), c=32, strides=(128, 128)), images=65, shared=(2,)
-        ),
-    }
-
-
-def _roi_cases(**fixed: Any) -> dict[str, MakeCall]:
-    make = functools.partial(make_roi, **fixed)
-    of = functools.partial
-    return {
-        "plain": make,
-        "odd channels": of(make, c=5),
-        "one pixel": of(make, size=(1, 1), output_size=(1, 1)),
-        "samples by size": of(make, ratio=0),
-        "NaN and infinity": of(make, special=True),
-        "no images": of(make, batch=0),
-        "no boxes": of(make, boxes=0),
-        "vmap": map_examples(make),
-        "many channels": of(make, c=1040),
-        "many boxes": of(make, size=(32, 40), c=32, boxes=100, output_size=(7, 7)),
-        "offsets": of(make, deformed=True),
-        "NaN and infinite offsets": of(make, deformed=True, special=True),
-        "several devices": shard_images(make),
-        "64-bit indices": large(of(make, size=(1024, 1024), c=32), images=65),
-    }
-
-
-def _attention_cases(**fixed: Any) -> dict[str, MakeCall]:
-    make = functools.partial(make_attention, **fixed)
-    of = functools.partial
-    return {
-        "plain": make,
-        "odd channels": of(make, c=5),
-        "one pixel": of(make, shapes=((1, 1),)),
-        "one level": of(make, shapes=((8, 8),), heads=1),
-        "four levels": of(make, shapes=((16, 16), (8, 8), (4, 4), (2, 2)), heads=8, c=32),
-        "NaN and infinity": of(make, special=True),
-        "no images": of(make, batch=0),
-        "no queries": of(make, queries=0),
-        "slices": of(make, queries=17, workspace_bytes=8192),
-        "vmap": map_examples(make),
-        "many channels": of(make, c=1040),
-        "many queries": of(make, queries=700, c=32),
-        "several devices": shard_images(make),
-        "64-bit indices": large(of(make, shapes=((1024, 1024),), heads=1, c=32), images=65),
-    }
+    return call._replace(args=extend(*call.args), tail=True, shared=shared)
 
 
 def make_dot_product_attention(
     dtype: str, *, batch: int = 2, length: int = 64, heads: int = 4, kv_heads: int = 2,
     size: int = 64, segments: tuple[int, ...] | None = None, **options: Any,
 ) -> Call:  # fmt: skip
-    """Return attention of random arrays; "native" is cuDNN on a GPU.
+    """Return attention of random rows; "native" is cuDNN on a GPU.
 
-    Args:
-        dtype: of the arrays.
-        batch: rows.
-        length: tokens of a row.
-        heads: heads of queries.
-        kv_heads: heads of keys and values.
-        size: channels of a head.
-        segments: lengths of the sequences of each row, behind which is padding.
-        **options: of `effjax.dot_product_attention`.
+    `segments` are the lengths of the sequences of each row, behind which is padding.
     """
     rng = np.random.default_rng(0)
     shapes = [(batch, length, n, size) for n in (heads, kv_heads, kv_heads)]
-    q, k, v = as_arrays(dtype, *(rng.normal(size=shape) for shape in shapes))
+    q, k, v = as_arrays(dtype, [rng.normal(size=shape) for shape in shapes])
     if segments is not None:
         row = np.repeat(np.arange(1, len(segments) + 1), segments)
         row = np.pad(row, (0, length - len(row)))
@@ -357,60 +247,108 @@ def make_dot_product_attention(
     return Call(apply, (q, k, v), ("q", "k", "v"))
 
 
-def _dot_product_attention_cases() -> dict[str, MakeCall]:
-    make = make_dot_product_attention
-    of = functools.partial
-    return {
-        "plain": make,
-        "packed rows": of(make, segments=(20, 9, 30)),
-        "window": of(make, window=10),
-        "packed rows, window": of(make, segments=(20, 40), window=10),
-        "not causal": of(make, causal=False),
-        "one head": of(make, heads=1, kv_heads=1),
-        "many heads": of(make, length=256, heads=32, kv_heads=8, size=128, segments=(100, 156)),
-        "long rows": of(make, batch=1, length=2048, heads=2, kv_heads=1, segments=(1500, 500)),
-        "several devices": shard_images(make),
-    }
-
-
 def _both_modes(
-    name: str, cases: Callable[..., dict[str, MakeCall]], timed: Callable[..., Call]
-) -> dict[str, Kernel]:
-    """Return a kernel, and the one that sums gradients in a fixed order, by name."""
-    in_order = f"{name}_deterministic"
-    timed_in_order = functools.partial(timed, deterministic=True)
-    return {
-        name: Kernel(name, cases(), timed),
-        in_order: Kernel(in_order, cases(deterministic=True), timed_in_order, True),
-    }
+    name: str, make: Callable[..., Call], options: dict[str, dict[str, Any]], *,
+    timed: dict[str, Any], many_pixels: dict[str, Any], shared: tuple[int, ...] = (),
+) -> dict[str, Kernel]:  # fmt: skip
+    """Return a kernel, and the one that sums gradients in a fixed order, by name.
 
+    `options` are those of the cases that other kernels do not have.
+    """
+    kernels, of = {}, functools.partial
+    for suffix, is_deterministic in (("", False), ("_deterministic", True)):
+        call = of(make, deterministic=is_deterministic)
+        cases: dict[str, MakeCall] = {
+            "plain": call,
+            **{case: of(call, **chosen) for case, chosen in options.items()},
+            "NaN and infinity": of(call, special=True),
+            "no images": of(call, batch=0),
+            "vmap": of(map_examples, make=call, shared=shared),
+            "several devices": of(shard_images, make=call, shared=shared),
+            LARGE: of(make_large, make=of(call, **many_pixels), images=65, shared=shared),
+        }
+        kernel = Kernel(name + suffix, cases, of(call, **timed), is_deterministic)
+        kernels[kernel.name] = kernel
+    return kernels
+
+
+_DEFORM_CONV = {
+    "odd channels": dict(c=5, o=3),
+    "one pixel": dict(size=(1, 1), kernel=(1, 1), padding=((0, 0), (0, 0)), spread=1),
+    "groups": dict(c=12, o=6, groups=2, offset_groups=3),
+    "no mask": dict(masked=False),
+    "one-sided": dict(
+        kernel=(1, 3), padding=((0, 2), (2, 1)), strides=(2, 1), dilation=(1, 2)
+    ),
+    "slices": dict(size=(17, 16), workspace_bytes=8192),
+    "many channels": dict(c=1040, size=(4, 5), o=8),
+    "many pixels": dict(batch=3, size=(48, 40), c=32, o=16),
+}  # fmt: skip
+_ROI = {
+    "odd channels": dict(c=5),
+    "one pixel": dict(size=(1, 1), output_size=(1, 1)),
+    "samples by size": dict(ratio=0),
+    "no boxes": dict(boxes=0),
+    "many channels": dict(c=1040),
+    "many boxes": dict(size=(32, 40), c=32, boxes=100, output_size=(7, 7)),
+    "offsets": dict(deformed=True),
+    "NaN and infinite offsets": dict(deformed=True, special=True),
+}
+_DEFORM_ATTENTION = {
+    "odd channels": dict(c=5),
+    "one pixel": dict(shapes=((1, 1),)),
+    "one level": dict(shapes=((8, 8),), heads=1),
+    "four levels": dict(shapes=((16, 16), (8, 8), (4, 4), (2, 2)), heads=8, c=32),
+    "no queries": dict(queries=0),
+    "slices": dict(queries=17, workspace_bytes=8192),
+    "many channels": dict(c=1040),
+    "many queries": dict(queries=700, c=32),
+}
+_ATTENTION: dict[str, MakeCall] = {
+    case: functools.partial(make_dot_product_attention, **options)
+    for case, options in {
+        "plain": dict(),
+        "packed rows": dict(segments=(20, 9, 30)),
+        "window": dict(window=10),
+        "packed rows, window": dict(segments=(20, 40), window=10),
+        "not causal": dict(causal=False),
+        "one head": dict(heads=1, kv_heads=1),
+        "many heads": dict(length=256, heads=32, kv_heads=8, size=128, segments=(100, 156)),
+        "long rows": dict(batch=1, length=2048, heads=2, kv_heads=1, segments=(1500, 500)),
+    }.items()
+}
+_ATTENTION["several devices"] = functools.partial(shard_images, make=make_dot_product_attention)
+LEVELS = (64, 64), (32, 32), (16, 16), (8, 8)
 
 KERNELS = {
     **_both_modes(
-        "deform_conv2d",
-        _deform_conv_cases,
-        functools.partial(make_deform_conv, size=(50, 84), c=128, o=128),
+        "deform_conv2d", make_deform_conv, _DEFORM_CONV, timed=dict(size=(50, 84), c=128, o=128),
+        many_pixels=dict(size=(1024, 1024), c=32, strides=(128, 128)), shared=(2,),
     ),
     **_both_modes(
-        "roi_pool",
-        _roi_cases,
-        functools.partial(make_roi, size=(50, 84), c=256, boxes=256, output_size=(7, 7)),
+        "roi_pool", make_roi, _ROI,
+        timed=dict(size=(50, 84), c=256, boxes=256, output_size=(7, 7)),
+        many_pixels=dict(size=(1024, 1024), c=32),
     ),
     **_both_modes(
-        "ms_deform_attn",
-        _attention_cases,
-        functools.partial(
-            make_attention, shapes=((64, 64), (32, 32), (16, 16), (8, 8)), queries=900, heads=8,
-            c=32,
-        ),
+        "ms_deform_attn", make_attention, _DEFORM_ATTENTION,
+        timed=dict(shapes=LEVELS, queries=900, heads=8, c=32),
+        many_pixels=dict(shapes=((1024, 1024),), heads=1, c=32),
     ),
     "dot_product_attention": Kernel(
         "dot_product_attention",
-        _dot_product_attention_cases(),
+        _ATTENTION,
         functools.partial(
             make_dot_product_attention, batch=1, length=2048, heads=32, kv_heads=8, size=128,
             segments=(1200, 800),
         ),
         dtypes=("bfloat16", "float16"),
+        is_sanitized=False,
     ),
 }  # fmt: skip
+
+
+def load_kernels(table: str) -> Mapping[str, Kernel]:
+    """Return a table of kernels by its name, "module:NAME"."""
+    module, _, name = table.partition(":")
+    return getattr(importlib.import_module(module), name)

@@ -23,7 +23,7 @@ from ..ops.dense_block.bn_relu_conv import bn_relu_conv
 from ..ops.offload.compiled import offload_jit
 from ..ops.offload.train_step import OffloadState, offload_train_step
 from .checks import median_seconds
-from .kernels import Call, make_attention, make_deform_conv, make_roi
+from .kernels import LEVELS, Call, make_attention, make_deform_conv, make_roi
 
 
 def shape(*sizes: int, dtype: str = "float32") -> Any:
@@ -31,9 +31,14 @@ def shape(*sizes: int, dtype: str = "float32") -> Any:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def gradient(function: Callable, argnums: int | tuple[int, ...] = 0) -> Callable:
-    """Return the gradient of the mean square of a function."""
-    return jax.grad(lambda *args: jnp.mean(jnp.square(function(*args))), argnums)
+def gradient(function: Callable, argnums: tuple[int, ...] = (0,)) -> Callable:
+    """Return the gradients of the mean square of a function's result, or of its first result."""
+
+    def loss(*args):
+        y = function(*args)
+        return jnp.mean(jnp.square(y[0] if isinstance(y, tuple) else y))
+
+    return jax.grad(loss, argnums)
 
 
 def _matmuls(weights, x):
@@ -45,15 +50,6 @@ def _matmuls(weights, x):
 def _recomputed_matmuls(weights, x):
     body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
     return jax.lax.scan(body, x, weights)[0]
-
-
-def _sums(x):
-    # The softmax and its input live at the same time.
-    return jax.nn.softmax(x, axis=0) * x
-
-
-def _dense_block(x, layers):
-    return dense_block(x, layers)[0]
 
 
 def _dense_layers(inputs: int, growth: int, count: int) -> list[DenseLayerParams]:
@@ -74,71 +70,48 @@ def _of_kernel(make: Callable[..., Call], **sizes: Any) -> tuple:
     return gradients, *(shape(*a.shape) for a in call.args)
 
 
-_LEVELS = ((64, 64), (32, 32), (16, 16), (8, 8))
-
-
-def _cross_entropy() -> tuple:
-    def loss(x, kernel, labels):
-        return linear_cross_entropy(x, kernel, labels).mean()
-
-    args = shape(8192, 1024), shape(1024, 32768), shape(8192, dtype="int32")
-    return jax.grad(loss, (0, 1)), *args
-
-
-def _batch_norm() -> tuple:
-    def normalize(x, scale, bias):
-        return sync_batch_norm(x, scale, bias)[0]
-
-    return gradient(normalize, (0, 1, 2)), shape(32, 64, 64, 256), shape(256), shape(256)
-
-
-def _bn_relu_conv() -> tuple:
-    def run(x, scale, bias, kernel):
-        return bn_relu_conv(x, scale, bias, kernel)[0]
-
-    args = shape(32, 64, 64, 128), shape(128), shape(128), shape(3, 3, 128, 64)
-    return gradient(run, (0, 1, 2, 3)), *args
-
-
-# Each returns a function and the shapes of its arguments.
+# Each returns a function and the shapes of its arguments. The last three have the names of kernels.
 PROGRAMS: dict[str, Callable[[], tuple]] = {
-    "elementwise": lambda: (_sums, shape(1 << 14, 1 << 12)),
+    # The softmax and its input live at the same time.
+    "elementwise": lambda: (
+        lambda x: jax.nn.softmax(x, axis=0) * x, shape(1 << 14, 1 << 12),
+    ),
     "matrix products": lambda: (
         gradient(_matmuls), [shape(2048, 2048)] * 8, shape(8192, 2048),
     ),
     "recomputed matrix products": lambda: (
         gradient(_recomputed_matmuls), shape(8, 2048, 2048), shape(8192, 2048),
     ),
-    "sync_batch_norm": _batch_norm,
-    "bn_relu_conv": _bn_relu_conv,
-    "dense_block": lambda: (
-        gradient(_dense_block, (0, 1)), shape(64, 32, 32, 64), _dense_layers(64, 32, 3)
+    "sync_batch_norm": lambda: (
+        gradient(sync_batch_norm, (0, 1, 2)), shape(32, 64, 64, 256), shape(256), shape(256),
     ),
-    "linear_cross_entropy": _cross_entropy,
+    "bn_relu_conv": lambda: (
+        gradient(bn_relu_conv, (0, 1, 2, 3)), shape(32, 64, 64, 128), shape(128), shape(128),
+        shape(3, 3, 128, 64),
+    ),
+    "dense_block": lambda: (
+        gradient(dense_block, (0, 1)), shape(64, 32, 32, 64), _dense_layers(64, 32, 3),
+    ),
+    "linear_cross_entropy": lambda: (
+        gradient(linear_cross_entropy, (0, 1)), shape(8192, 1024), shape(1024, 32768),
+        shape(8192, dtype="int32"),
+    ),
     "deform_conv2d": lambda: _of_kernel(
         make_deform_conv, batch=8, size=(64, 64), c=128, o=128, masked=False
     ),
-    "roi_align": lambda: _of_kernel(
+    "roi_pool": lambda: _of_kernel(
         make_roi, batch=4, size=(128, 128), c=256, boxes=512, output_size=(7, 7)
     ),
     "ms_deform_attn": lambda: _of_kernel(
-        make_attention, batch=4, shapes=_LEVELS, queries=5440, heads=8, c=32
+        make_attention, batch=4, shapes=LEVELS, queries=5440, heads=8, c=32
     ),
 }  # fmt: skip
-# The kernels that they need.
-KERNELS_OF_PROGRAMS = {
-    "deform_conv2d": "deform_conv2d",
-    "roi_align": "roi_pool",
-    "ms_deform_attn": "ms_deform_attn",
-}
 
 
 def find_target_name(device_kind: str) -> str | None:
     """Return the planner's target for this model of GPU, or None."""
-    for name in list_targets():
-        if find_target(name).description == device_kind:
-            return name
-    return None
+    names = (name for name in list_targets() if find_target(name).description == device_kind)
+    return next(names, None)
 
 
 def plan_peak(name: str, target: str) -> int:

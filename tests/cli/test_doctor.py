@@ -10,6 +10,7 @@ import sys
 from typing import Any
 from unittest import mock
 
+import jax
 import pytest
 
 from effjax import cli, native
@@ -67,7 +68,9 @@ def kernel(dtype, seconds, **change):
     return row | {"seconds": seconds, "failures": [], "untested": {}} | change
 
 
-GUARD = {"case": "vmap", "kind": "guard", "text": "4 bytes changed after the end of result 0"}
+SANITIZER = {"program": "/bin/compute-sanitizer", "kernels": 3, "checked": 2, "reason": "it hangs"}
+
+MEMORY = {"case": "vmap", "kind": "memory", "text": "Invalid __global__ write of size 4 bytes"}
 PEAK = {"case": "elementwise", "kind": "peak", "text": "!"}
 NO_MEMORY = {"plain": "RESOURCE_EXHAUSTED"}
 
@@ -76,7 +79,7 @@ NO_MEMORY = {"plain": "RESOURCE_EXHAUSTED"}
     ("last", "outcome", "default", "line"),
     [
         (kernel("float16", 0.001), "faster", "1 +2  kernel", ""),
-        (kernel("float16", None, failures=[GUARD]), "wrong", "- +-  XLA, .*WRONG", "4 bytes"),
+        (kernel("float16", None, failures=[MEMORY]), "wrong", "- +-  XLA, .*WRONG", "4 bytes"),
         (kernel("float16", None, untested=NO_MEMORY), None, "- +-  XLA, .*not tested", "EXHAUST"),
     ],
 )
@@ -87,12 +90,12 @@ def test_gpu_command(monkeypatch, tmp_path, capsys, last, outcome, default, line
     def validate(platform, report_line):
         report_line(f"testing on {platform}")
         rows = [kernel("float32", 0.001), kernel("float64", 0.003), last]
-        return {"key": KEY._asdict(), "packages": {"jax": "1.2"}, "kernels": rows}
+        return {"key": KEY._asdict(), "kernels": rows, "sanitizer": SANITIZER}
 
     def measure_programs(report, report_line):
         assert defaults.read_verdict(KEY) == {"roi_pool": verdict}  # stored before
         failures = [PEAK] * len(last["failures"])
-        report["programs"] = [{"name": "elementwise", "failures": failures}]
+        report["programs"] = [{"name": "elementwise", "failures": failures, "untested": {}}]
 
     monkeypatch.setattr("effjax.validation.validate", validate)
     monkeypatch.setattr("effjax.validation.measure_programs", measure_programs)
@@ -104,17 +107,19 @@ def test_gpu_command(monkeypatch, tmp_path, capsys, last, outcome, default, line
         assert re.search(rf"^roi_pool +{row}$", table, re.MULTILINE)
     assert re.search(rf"^roi_pool float16, (vmap|plain): .*{line}", table, re.MULTILINE) or not line
     assert ("memory, elementwise: peak: !" in table) == bool(last["failures"])
+    assert "compute-sanitizer checked 2 of 3 kernels and dtypes: it hangs\n" in table
     assert cli.main(["doctor", "--gpu", "--json"]) == bool(line)
     out, err = capsys.readouterr()
     report = json.loads(out)
     assert err == table and report["key"] == KEY._asdict()
-    assert len(report["failures"]) == 2 * len(last["failures"])
+    assert report["packages"]["jax"] == jax.__version__
+    assert len(report["problems"]) == 2 * len(last["failures"]) + len(last["untested"])
 
 
 def test_gpu_command_that_tests_no_kernel(monkeypatch, capsys):
     defaults.write_verdict(KEY, WRONG)
     rows = [kernel("float32", None, untested={"plain": "RESOURCE_EXHAUSTED"})]
-    report = {"key": KEY._asdict(), "packages": {}, "kernels": rows}
+    report = {"key": KEY._asdict(), "kernels": rows, "sanitizer": SANITIZER}
     monkeypatch.setattr("effjax.validation.validate", lambda **_: report)
     monkeypatch.setattr("effjax.validation.measure_programs", lambda *_, **__: None)
     assert cli.main(["doctor", "--gpu"]) == 1

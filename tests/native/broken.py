@@ -1,14 +1,10 @@
 """Broken kernels, which the validation must catch."""
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import os
-import pathlib
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 
@@ -17,25 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from effjax import native
 from effjax.validation import kernels
 from effjax.validation.kernels import Kernel, make_attention
-
-LIBRARY = "EFFJAX_TEST_BROKEN"  # environment variable with the path of the library of broken.cc
-FAULTS = (
-    "none", "write after", "write before", "add after", "change operand", "read after", "skip"
-)  # fmt: skip
-
-
-def compile_library(folder: pathlib.Path, source: str) -> pathlib.Path:
-    """Compile a file of this folder, or skip the test."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no g++")
-    path = folder / f"{source}.so"
-    command = [compiler, "-std=c++17", "-O0", "-fPIC", "-shared", "-isystem", jax.ffi.include_dir()]
-    subprocess.run([*command, str(pathlib.Path(__file__).parent / source), "-o", path], check=True)
-    return path
 
 
 @contextlib.contextmanager
@@ -50,22 +29,6 @@ def quick_children() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def register_library() -> None:
-    library = ctypes.CDLL(os.environ[LIBRARY])
-    native.register("broken_copy", library.BrokenCopy, "cpu")
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def broken_copy(x, fault: str):
-    register_library()
-    call = jax.ffi.ffi_call("broken_copy", jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return call(x, fault=np.int64(FAULTS.index(fault)))
-
-
-broken_copy.defvjp(lambda x, fault: (broken_copy(x, fault), None), lambda fault, _, dy: (dy,))
-
-
 def changed(change):
     """Return a candidate with the result `change(y, *args)` in place of y."""
 
@@ -74,10 +37,6 @@ def changed(change):
         return lambda *args: change(correct(*args), *args)
 
     return candidate
-
-
-def with_fault(fault):
-    return changed(lambda y, *_: broken_copy(y, fault))
 
 
 def times_host(callback):
@@ -114,7 +73,7 @@ _small = functools.partial(make_attention, queries=3, heads=1, c=2, points=1)
 _special = functools.partial(_small, special=True)
 
 
-def raise_in(implementation, error, tail=False):
+def raise_in(implementation, error):
     """Return a case whose kernel ("native") or reference ("xla") raises an error."""
 
     def make(dtype):
@@ -125,7 +84,7 @@ def raise_in(implementation, error, tail=False):
                 raise error
             return call.apply(*args, **options)
 
-        return call._replace(apply=apply, tail=tail)
+        return call._replace(apply=apply)
 
     return make
 
@@ -133,11 +92,11 @@ def raise_in(implementation, error, tail=False):
 EXHAUSTED = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.")
 INVALID = jax.errors.JaxRuntimeError("INTERNAL: an illegal memory access was encountered")
 # Errors of the kernel ("native") and of the reference, as calls, with what they say of the kernel:
-# a part of the event, and whether the process must end.
+# a part of the row, and whether the process must end.
 ERRORS = {
     "no memory": (raise_in("native", EXHAUSTED), "untested", False),
     "no memory for XLA": (raise_in("xla", EXHAUSTED), "untested", False),
-    "large": (raise_in("native", EXHAUSTED, tail=True), "skipped", False),
+    kernels.LARGE: (raise_in("native", EXHAUSTED), "skipped", False),
     "wrong reference": (raise_in("xla", INVALID), "untested", True),
     "wrong kernel": (raise_in("native", INVALID), "failures", True),
 }
@@ -147,9 +106,7 @@ def of_candidate(candidate, **more_cases):
     return Kernel("", {"plain": _small, **more_cases}, _small, candidate=candidate)
 
 
-_ANY = "guard|repetition|value"
-# Each kernel with what is found first, a kind of failure or one of several, and a part of the
-# report. None is no failure.
+# Each kernel with the kind of the first failure, or None, and a part of the report.
 _TABLE = {
     "correct": (of_candidate(correct, special=_special), None, ""),
     "abort": (of_candidate(times_host(os.abort)), "crash", "Aborted (signal 6)"),
@@ -159,13 +116,7 @@ _TABLE = {
     "NaN": (of_candidate(wrong_only_at_nan, special=_special), "value", "special: value"),
     "race": (of_candidate(vary(0.5)), "repetition", "of 4 runs: the result is wrong"),
     "bits": (of_candidate(vary(1 + 2e-7)), "repetition", "bits of the result differ"),
-    "copy": (of_candidate(with_fault("none")), None, ""),
-    "copy: write after": (of_candidate(with_fault("write after")), "guard", "after the end"),
-    "copy: change operand": (of_candidate(with_fault("change operand")), "guard", "was changed"),
-    # What these two read was freed before. Without guards it may be right, wrong, or vary.
-    "copy: read after": (of_candidate(with_fault("read after")), _ANY, "result"),
-    "copy: skip": (of_candidate(with_fault("skip")), _ANY, "result"),
-    "hang": (of_candidate(sleep(1000)), "timeout", "no answer in 20 s"),
+    "hang": (of_candidate(sleep(1000)), "timeout", "no end in 20 s"),
 }
 KERNELS = {name: kernel._replace(name=name) for name, (kernel, _, _) in _TABLE.items()}
 FINDINGS = {name: finding for name, (_, *finding) in _TABLE.items()}

@@ -25,6 +25,7 @@ from effjax.ops.samplers.roi.reference import Pooling
 HERE = pathlib.Path(__file__).parent
 SOURCES = HERE.parent.parent / "effjax" / "native"
 Arrays = dict[str, np.ndarray]
+BAND = 4096  # bytes before and after each array, which no kernel may change
 
 
 @dataclasses.dataclass
@@ -77,20 +78,35 @@ class Operator:
         """Return the results of these names, which one kernel computes."""
         every = case.results(in_order)
         results = {name: every[name] for name in names if name in every}
-        further = case.sorted() if in_order else {}
-        self.call(case.sizes, case.args | further | results, in_order)
+        operands = case.args | (case.sorted() if in_order else {})
+        self.call(case.sizes, operands | results, in_order, tuple(operands))
         return results
 
-    def call(self, sizes: Sequence[int], arrays: Arrays, in_order: bool = False) -> None:
-        """Run the kernel of the results that are in `arrays`."""
+    def call(
+        self, sizes: Sequence[int], arrays: Arrays, in_order: bool = False,
+        operands: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Run the kernel of the results that are in `arrays`. It must not change `operands`."""
         assert self.library is not None
-        pointers = [arrays[name].ctypes.data if name in arrays else None for name in self.arrays]
+        # Images with 64-bit addresses stay where they are: most of their memory is never touched.
+        blocks = {name: between_bands(a) for name, a in arrays.items() if a.nbytes < 2**30}
+        addresses = {name: array.ctypes.data for name, array in arrays.items()}
+        addresses |= {name: block.ctypes.data + BAND for name, block in blocks.items()}
+        pointers = [addresses.get(name) for name in self.arrays]
         self.library.emulate(
             arrays[self.arrays[0]].dtype.name.encode(),
             (ctypes.c_int64 * len(sizes))(*sizes),
             (ctypes.c_void_p * len(pointers))(*pointers),
             ctypes.c_bool(in_order),
         )
+        for name, block in blocks.items():
+            array, data = arrays[name], block[BAND:-BAND]
+            bands = np.concatenate([block[:BAND], block[-BAND:]])
+            assert (bands == 0xFF).all(), f"a write outside of {name}"
+            if name in operands:
+                assert data.tobytes() == array.tobytes(), f"a write to {name}"
+            else:
+                array[...] = data.view(array.dtype).reshape(array.shape)
 
     def shuffle_threads(self, count: int = 2) -> Iterator[None]:
         """Iterate over runs. Blocks and threads start in another order in each of them."""
@@ -101,6 +117,16 @@ class Operator:
                 yield
         finally:
             self.library.set_order(ctypes.c_uint64(0))
+
+
+def between_bands(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of a copy of an array between bands.
+
+    The bytes of the bands are numbers that are NaN, so a value that is read there shows in results.
+    """
+    block = np.full(array.nbytes + 2 * BAND, 0xFF, np.uint8)
+    block[BAND : BAND + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+    return block
 
 
 def wide(dtype: Any) -> type:

@@ -78,6 +78,17 @@ def test_results_and_gradients(operator, dtype, channels, option, x64):
                 assert_close(got[name], gradient, got[name].dtype, scale=4)
 
 
+def test_emulator_finds_accesses_outside_of_arrays(operator):
+    """The kernel gets arrays without their last image."""
+    case = operator.make(np.float32, 8)
+    (name,) = case.results(False).keys() - set(operator.gradients)
+    y, image = case.results(False)[name], operator.arrays[0]
+    with pytest.raises(AssertionError, match=f"a write outside of {name}"):
+        operator.call(case.sizes, case.args | {name: y[:-1]})
+    operator.call(case.sizes, case.args | {name: y, image: case.args[image][:-1]})
+    assert np.isnan(y[-1]).any() and np.isfinite(y[:-1]).all()
+
+
 def test_bits_do_not_depend_on_the_order_of_threads(operator):
     """Other than with atomic additions, whose order does show: many samples share each pixel."""
     case = operator.make(np.float32, **operator.crowded)
