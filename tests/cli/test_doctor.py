@@ -147,17 +147,24 @@ def test_gpu_command_without_a_gpu(capsys):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not native.is_available("cpu"), reason="built without native kernels")
-def test_whole_path_with_the_cpu_kernels(monkeypatch, capsys):
-    """Kernels that pass run by default, and a broken one does not."""
+def test_whole_path_with_the_cpu_kernels(monkeypatch, tmp_path, capsys):
+    """Kernels that pass run by default. One that compute-sanitizer finds wrong does not."""
+    body = "sys.exit(86 if json.loads(child[-1])['kernel'] == 'slow' else subprocess.call(child))"
+    program = broken.write_sanitizer(tmp_path / "bin", f"log('Invalid access'); {body}")
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     options: Any = dict(platform="cpu", table="tests.native.broken:KERNELS", dtypes=["float32"])
     with broken.quick_children():
-        names = ["correct", "wrong value"]
+        names = ["correct", "wrong value", "slow"]
         assert doctor.validate_kernels(kernels=names, repeats=3, **options) == 1
-    assert "wrong value float32, plain: value: the result is wrong" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "wrong value float32, plain: value: the result is wrong" in text
+    assert "slow float32, compute-sanitizer: memory: Invalid access" in text
+    assert "compute-sanitizer checked 2 of 2 kernels and dtypes\n" in text
     key = defaults.find_key("cpu")
     monkeypatch.setattr(defaults, "find_key", lambda _: key)
     verdict = defaults.read_verdict(key)
-    assert verdict is not None and verdict["wrong value"] == {"float32": "wrong"}
+    assert verdict is not None
+    assert verdict["wrong value"] == verdict["slow"] == {"float32": "wrong"}
     for name in names:
         is_faster = verdict[name]["float32"] == "faster"
         assert defaults.uses_cuda(name, "float32") == is_faster

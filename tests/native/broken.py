@@ -4,7 +4,9 @@ import contextlib
 import functools
 import itertools
 import os
+import pathlib
 import re
+import sys
 import time
 from collections.abc import Iterator
 
@@ -122,3 +124,30 @@ KERNELS = {name: kernel._replace(name=name) for name, (kernel, _, _) in _TABLE.i
 FINDINGS = {name: finding for name, (_, *finding) in _TABLE.items()}
 # The kernels of effjax, timed with small arrays.
 ACTUAL = {k.name: k._replace(timed=k.cases["plain"]) for k in kernels.KERNELS.values()}
+
+# `child` is the command that it starts.
+_SANITIZER = """#!{python}
+import json, os, pathlib, subprocess, sys
+start = next(i for i, argument in enumerate(sys.argv[1:], 1) if not argument.startswith("--"))
+options, child = dict(a.split("=", 1) for a in sys.argv[1:start]), sys.argv[start:]
+assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform" and options["--padding"]
+
+def log(*lines):
+    text = "".join(f"========= {{line}}" + chr(10) for line in ("COMPUTE-SANITIZER", *lines))
+    pathlib.Path(options["--log-file"]).write_text(text)
+
+def show(passed, *failures):
+    row = dict(passed=passed, skipped={{}}, untested={{}}, failures=failures)
+    print(json.dumps(dict(row=row)), flush=True)
+
+{body}
+"""
+
+
+def write_sanitizer(folder: pathlib.Path, body: str) -> pathlib.Path:
+    """Write a program in place of compute-sanitizer that ends with these statements."""
+    folder.mkdir()
+    program = folder / "compute-sanitizer"
+    program.write_text(_SANITIZER.format(python=sys.executable, body=body))
+    program.chmod(0o700)
+    return program

@@ -3,7 +3,6 @@
 import functools
 import json
 import pathlib
-import stat
 import sys
 from typing import Any
 
@@ -147,23 +146,6 @@ def test_errors_of_a_case(name, repeats, x64):
     assert part != "failures" or row[part][0]["kind"] == "error"
 
 
-# A program in place of compute-sanitizer. `child` is the command that it starts.
-FAKE = """#!{python}
-import json, os, pathlib, subprocess, sys
-start = next(i for i, argument in enumerate(sys.argv[1:], 1) if not argument.startswith("--"))
-options, child = dict(a.split("=", 1) for a in sys.argv[1:start]), sys.argv[start:]
-assert os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] == "platform" and options["--padding"]
-
-def log(*lines):
-    text = "".join(f"========= {{line}}" + chr(10) for line in ("COMPUTE-SANITIZER", *lines))
-    pathlib.Path(options["--log-file"]).write_text(text)
-
-def show(passed, *failures):
-    row = dict(passed=passed, skipped={{}}, untested={{}}, failures=failures)
-    print(json.dumps(dict(row=row)), flush=True)
-
-{body}
-"""
 INVALID = "Invalid __global__ write of size 4 bytes", "    at effjax::kernel(float *)+0x100"
 WRONG = {"case": "special", "kind": "value", "text": "the result is wrong"}
 SANITIZER = {
@@ -185,8 +167,8 @@ SANITIZER = {
     ),
     "few cases": ("show(1)", "", "the process ended early"),
     "hang": (
-        "hung = subprocess.Popen(['sleep', '99'], cwd=os.environ['CUDA_HOME']); hung.wait()", "",
-        "no end in 3 s",
+        "command = sys.executable, '-c', 'import time; time.sleep(99)'\n"
+        "subprocess.run(command, cwd=pathlib.Path(sys.argv[0]).parent)", "", "no end in 3 s",
     ),
 }  # fmt: skip
 
@@ -202,11 +184,10 @@ def is_link_to(path, target):
 def test_compute_sanitizer(name, tmp_path, monkeypatch):
     """What it finds makes a kernel wrong. That it cannot check one is said, and is no failure."""
     body, failure, reason = SANITIZER[name]
-    program = tmp_path / "bin" / "compute-sanitizer"
-    program.parent.mkdir()
-    program.write_text(FAKE.format(python=sys.executable, body=body))
-    program.chmod(stat.S_IRWXU)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    program = broken.write_sanitizer(tmp_path / "bin", body)
+    is_on_path = name == "wrong"
+    monkeypatch.setenv("PATH", str(program.parent if is_on_path else "/nowhere"))
+    monkeypatch.setenv("CUDA_HOME", str("/nowhere" if is_on_path else tmp_path))
     count, limit = 1 if name == "clean" else 2, 3 if name == "hang" else 180
     rows = [checks.new_row("correct", "float32") for _ in range(1 + count)]
     rows[0]["failures"].append(WRONG)
@@ -223,7 +204,7 @@ def test_compute_sanitizer(name, tmp_path, monkeypatch):
     assert len(problems) == (1 + count if failure else 1)
     assert all(line.startswith(f"correct float32, {failure}") for line in problems[1:]), problems
     # A process that it started does not keep the GPU.
-    hung = [p for p in pathlib.Path("/proc").glob("[0-9]*/cwd") if is_link_to(p, tmp_path)]
+    hung = [p for p in pathlib.Path("/proc").glob("[0-9]*/cwd") if is_link_to(p, program.parent)]
     assert hung == []
 
 
