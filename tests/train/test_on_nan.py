@@ -65,7 +65,7 @@ class Bad(CachedTask):
     """A task with bad batches at some steps."""
 
     def __init__(self, task, bad):
-        if hasattr(task.learner, "on_nan"):
+        if isinstance(task.learner, Learner):
             fields = {f.name: getattr(task.learner, f.name) for f in dataclasses.fields(Learner)}
             task = dataclasses.replace(task, learner=Poisoned(**fields))
         super().__init__(task)

@@ -17,7 +17,6 @@ from flax import nnx
 from ...memory import ResidualReport, residual_bytes
 from ...models import DenseNet
 from ...models.densenet import DENSENET_OPTIONS
-from ..finite import OnNan
 from ..mesh import planning_mesh
 from ..optimizers import make_schedule, make_sgd
 from ..task import Form, MemoryChoices
@@ -28,10 +27,9 @@ from .steps import (
     TrainState,
     abstract_rngs,
     jit_step,
+    make_learner,
     model_builder,
-    set_training,
     state_shardings,
-    trained_params,
 )
 
 # The options that `effjax memory` changes to compare forms of a step. The first two forms of a
@@ -132,9 +130,7 @@ def training_step(
     images: Any = jax.ShapeDtypeStruct((config.batch_size, *image_shape), jnp.uint8)
     labels: Any = jax.ShapeDtypeStruct((config.batch_size,), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    learner, params, stats = _abstract_learner(
-        make, optimizer, image_shape[-1], config.freeze_stages, config.on_nan
-    )
+    learner, params, stats = _split_model(config, nnx.eval_shape(make), optimizer, image_shape[-1])
     state = jax.eval_shape(
         lambda p, s: TrainState(jnp.int32(0), p, s, optimizer.init(p)), params, stats
     )
@@ -174,44 +170,33 @@ def memory_choices(
 
 
 def backward_bytes(
+    config: ImageConfig,
     build: Callable[..., nnx.Module],
     batch_shape: tuple[int, int, int, int],
-    freeze_stages: int | None = None,
     **form: Any,
 ) -> ResidualReport:
     """Return the bytes that a batch keeps for the backward pass of a model, for a run's result.
 
     Args:
+        config: The configuration.
         build: From `model_builder`.
         batch_shape: [N, H, W, C].
-        freeze_stages: As in `trained_params`.
         **form: Options of the model.
     """
-    learner, params, stats = _abstract_learner(
-        lambda: build(**form, axis_name=None, rngs=abstract_rngs()),
-        optax.identity(),
-        batch_shape[-1],
-        freeze_stages,
-    )
+    model = nnx.eval_shape(lambda: build(**form, axis_name=None, rngs=abstract_rngs()))
+    learner, params, stats = _split_model(config, model, optax.identity(), batch_shape[-1])
     zeros: Any = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), stats)
     batch = Batch(np.zeros(batch_shape, np.uint8), np.zeros(batch_shape[:1], np.int32))
     key = jax.random.key(0)
     return residual_bytes(lambda p: learner.loss(p, zeros, batch, key), params, has_aux=True)
 
 
-def _abstract_learner(
-    make: Callable[[], nnx.Module],
-    optimizer: optax.GradientTransformation,
-    channels: int,
-    freeze_stages: int | None = None,
-    on_nan: OnNan = "stop",
+def _split_model(
+    config: ImageConfig, model: Any, optimizer: optax.GradientTransformation, channels: int
 ) -> tuple[Learner, Any, Any]:
-    model: Any = nnx.eval_shape(make)
-    set_training(model, freeze_stages)
-    trained = trained_params(freeze_stages)
-    graphdef, params, stats = nnx.split(model, trained, ...)
-    mean, std = np.zeros(channels), np.ones(channels)
-    learner = Learner(graphdef, graphdef, optimizer, mean, std, on_nan, trained)
+    """Return a learner for pixels of `channels`, and the shapes of parameters and statistics."""
+    learner = make_learner(config, model, optimizer, np.zeros(channels), np.ones(channels))
+    _, params, stats = nnx.split(model, learner.trained, ...)
     return learner, params, stats
 
 

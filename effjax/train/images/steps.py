@@ -41,10 +41,9 @@ from ...models import DenseNet, ResNet, densenet_cifar
 from ...models.densenet import DENSENET_OPTIONS
 from ...models.resnet import RESNET_OPTIONS
 from ..errors import TrainError
-from ..finite import OnNan, check_finite
 from ..mesh import AXIS, AnyMesh, Array, batch_sharding, gather_params, param_shardings, replicated
 from ..task import TrainStep
-from .config import DenseNetRunConfig, ImageConfig, Parallel, ResNetRunConfig
+from .config import DenseNetRunConfig, ImageConfig, ResNetRunConfig
 
 DEFAULT_DEPTH = 22  # of densenet-bc
 SMALL_IMAGE = 64  # the largest side that gets a stem without pooling
@@ -163,13 +162,24 @@ class EvalSums(NamedTuple):
 class Learner:
     """A model split by `nnx.split`, its optimizer, and the statistics of the pixels."""
 
+    config: ImageConfig
     graphdef: nnx.GraphDef  # of the model in training mode
     eval_graphdef: nnx.GraphDef
     optimizer: optax.GradientTransformation
     mean: np.ndarray  # [C]
     std: np.ndarray  # [C]
-    on_nan: OnNan = "stop"  # argument of `check_finite`
-    trained: Any = nnx.Param  # filter of the parameters that the optimizer gets
+
+    @property
+    def trained(self) -> Any:
+        """The nnx filter of the parameters that the optimizer gets.
+
+        `freeze_stages` = 0 freezes the stem, and N the stem and the first N stages. A stage of a
+        DenseNet is a dense block and the transition after it; the last norm belongs to the head.
+        """
+        frozen = self.config.freeze_stages
+        if frozen is None:
+            return nnx.Param
+        return nnx.All(nnx.Param, lambda path, _: not _is_frozen(path, frozen))
 
     def normalize(self, images: Array) -> jax.Array:
         """Normalize uint8 pixels to float32."""
@@ -190,69 +200,66 @@ class Learner:
     def update(
         self, state: TrainState, grads: nnx.State, stats: nnx.State, loss: jax.Array
     ) -> tuple[TrainState, jax.Array]:
-        """Apply the optimizer; return the new state and the loss."""
+        """Apply the optimizer; return the new state and the loss, NaN if a gradient is."""
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         new = TrainState(state.step + 1, params, stats, opt_state)
-        return check_finite(self.on_nan, new, state, loss, grads)
+        leaves = jax.tree.leaves((loss, grads))
+        finite = jnp.stack([jnp.all(jnp.isfinite(a)) for a in leaves]).all()
+        # The host learns from the loss that gradients were not finite, and ends the run or goes on.
+        loss = jnp.where(finite, loss, jnp.full_like(loss, jnp.nan))
+        if self.config.on_nan == "skip":
+            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            new = kept._replace(step=new.step)
+        return new, loss
 
 
-def make_learner(
-    build: Callable[..., nnx.Module],
-    image_shape: tuple[int, int, int],
-    optimizer: optax.GradientTransformation,
-    mean: np.ndarray,
-    std: np.ndarray,
-    on_nan: OnNan = "stop",
-    freeze_stages: int | None = None,
-) -> Learner:
-    """Trace a model with one image and return what a training step needs of it.
+def trace_model(build: Callable[..., nnx.Module], image_shape: tuple[int, int, int]) -> Any:
+    """Return a model of shapes, after tracing it with one image.
 
     Args:
         build: From `model_builder`.
         image_shape: [H, W, C].
-        optimizer: The optimizer.
-        mean: Mean of the pixels, [C].
-        std: Standard deviation of the pixels, [C].
-        on_nan: An argument of `finite.check_finite`.
-        freeze_stages: As in `trained_params`.
 
     Raises:
-        TrainError: The model refuses its options, or images of that shape, or has fewer stages.
+        TrainError: The model refuses its options, or images of that shape.
     """
     try:
         model: Any = nnx.eval_shape(lambda: build(rngs=abstract_rngs()))
         model.eval()
         nnx.eval_shape(lambda m, x: m(x), model, jnp.zeros((1, *image_shape)))
-        eval_graphdef = nnx.graphdef(model)
-        set_training(model, freeze_stages)
-        return Learner(
-            nnx.graphdef(model), eval_graphdef, optimizer, mean, std, on_nan,
-            trained_params(freeze_stages),
-        )  # fmt: skip
     except ValueError as error:
         raise TrainError(str(error)) from error
+    return model
 
 
-def trained_params(freeze_stages: int | None) -> Any:
-    """Return the nnx filter of the parameters that are trained.
+def make_learner(
+    config: ImageConfig,
+    model: Any,
+    optimizer: optax.GradientTransformation,
+    mean: np.ndarray,
+    std: np.ndarray,
+) -> Learner:
+    """Return what a training step needs of a model, which is then in training mode.
 
     Args:
-        freeze_stages: None trains all parameters. 0 freezes the stem, and N the stem and the first
-            N stages. A stage of a DenseNet is a dense block and the transition after it; the last
-            norm belongs to the head.
-    """
-    if freeze_stages is None:
-        return nnx.Param
-    return nnx.All(nnx.Param, lambda path, _: not _is_frozen(path, freeze_stages))
-
-
-def set_training(model: Any, freeze_stages: int | None) -> None:
-    """Set the training mode; norms of frozen stages use and keep their running statistics.
+        config: The options.
+        model: A model of shapes.
+        optimizer: The optimizer.
+        mean: Mean of the pixels, [C].
+        std: Standard deviation of the pixels, [C].
 
     Raises:
-        TrainError: The model has fewer stages.
+        TrainError: The model has fewer stages than are frozen.
     """
+    model.eval()
+    eval_graphdef = nnx.graphdef(model)
+    _set_training(model, config.freeze_stages)
+    return Learner(config, nnx.graphdef(model), eval_graphdef, optimizer, mean, std)
+
+
+def _set_training(model: Any, freeze_stages: int | None) -> None:
+    # Norms of frozen stages use their running statistics, and keep them.
     model.train()
     if freeze_stages is None:
         return
@@ -274,15 +281,11 @@ def _is_frozen(path: Sequence[Any], freeze_stages: int) -> bool:
     return in_stage and path[1] < freeze_stages
 
 
-def initial_state(
-    build: Callable[..., nnx.Module],
-    optimizer: optax.GradientTransformation,
-    seed: int,
-    trained: Any = nnx.Param,
-) -> TrainState:
+def initial_state(learner: Learner, build: Callable[..., nnx.Module]) -> TrainState:
     """Draw parameters from the seed and initialize the optimizer of those that are trained."""
-    _, params, stats = nnx.split(build(rngs=nnx.Rngs(seed)), trained, ...)
-    return TrainState(jnp.int32(0), params, stats, optimizer.init(params))
+    model = build(rngs=nnx.Rngs(learner.config.seed))
+    _, params, stats = nnx.split(model, learner.trained, ...)
+    return TrainState(jnp.int32(0), params, stats, learner.optimizer.init(params))
 
 
 def state_shardings(state: TrainState, mesh: AnyMesh) -> TrainState:
@@ -293,7 +296,7 @@ def state_shardings(state: TrainState, mesh: AnyMesh) -> TrainState:
     )
 
 
-def make_train_step(parallel: Parallel, learner: Learner, mesh: Mesh, shardings: Any) -> TrainStep:
+def make_train_step(learner: Learner, mesh: Mesh, shardings: Any) -> TrainStep:
     """Compile `(state, batch, key) -> (state, metrics)` for the devices of `mesh`.
 
     The state is donated. Dropout masks differ from step to step. With `shard_map` and `pmap` they
@@ -301,14 +304,17 @@ def make_train_step(parallel: Parallel, learner: Learner, mesh: Mesh, shardings:
     results.
 
     Args:
-        parallel: `"jit"`, `"shard_map"` or `"pmap"`.
         learner: The model and its optimizer.
         mesh: Its size must divide the batch size.
         shardings: From `state_shardings`. With `shard_map` and `pmap` the state is replicated.
     """
-    if parallel == "jit":
-        return jit_step(learner, mesh, shardings)
-    return {"shard_map": _shard_map_step, "pmap": _pmap_step}[parallel](learner, mesh)
+    match learner.config.parallel:
+        case "jit":
+            return jit_step(learner, mesh, shardings)
+        case "shard_map":
+            return _shard_map_step(learner, mesh)
+        case "pmap":
+            return _pmap_step(learner, mesh)
 
 
 def jit_step(learner: Learner, mesh: AnyMesh, shardings: Any) -> Any:

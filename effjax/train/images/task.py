@@ -46,6 +46,7 @@ from .steps import (
     make_train_step,
     model_builder,
     state_shardings,
+    trace_model,
 )
 
 
@@ -129,10 +130,8 @@ def prepare(
     if source is not None:
         config = _complete(config, source)
     build = model_builder(config, dataset.image_shape, len(dataset.class_names))
-    learner = make_learner(
-        build, dataset.image_shape, optimizer, *_pixel_statistics(config, dataset), config.on_nan,
-        config.freeze_stages,
-    )  # fmt: skip
+    model = trace_model(build, dataset.image_shape)
+    learner = make_learner(config, model, optimizer, *_pixel_statistics(config, dataset))
     weights = None if source is None else source.load(build)
     flip = dataset.flip if config.flip is None else config.flip
     wanted = config.augment is None or config.augment
@@ -227,8 +226,7 @@ class ImageTask(Task[ImageResult]):
         return with_shardings(jax.eval_shape(self._init), self._shardings)
 
     def _init(self) -> TrainState:
-        learner = self.learner
-        return initial_state(self.build, learner.optimizer, self.config.seed, learner.trained)
+        return initial_state(self.learner, self.build)
 
     @functools.cached_property
     def _shardings(self) -> TrainState:
@@ -242,7 +240,7 @@ class ImageTask(Task[ImageResult]):
         return trained, trained + sum(p.size for p in jax.tree.leaves(frozen))
 
     def make_step(self) -> TrainStep:
-        return make_train_step(self.config.parallel, self.learner, self.mesh, self._shardings)
+        return make_train_step(self.learner, self.mesh, self._shardings)
 
     def make_eval(self) -> Callable[[TrainState, Part], Metrics]:
         eval_step = make_eval_step(self.learner, self.mesh, self._shardings)
@@ -300,7 +298,10 @@ class ImageTask(Task[ImageResult]):
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float
     ) -> ImageResult:
         batch = self.config.batch_size, *self.dataset.image_shape
-        frozen = self.config.freeze_stages
+
+        def kept(efficient: bool) -> int:
+            return backward_bytes(self.config, self.build, batch, efficient=efficient).bytes
+
         return ImageResult(
             test_accuracy=tested["accuracy"],
             test_loss=tested["loss"],
@@ -308,10 +309,7 @@ class ImageTask(Task[ImageResult]):
             validation_accuracy=best.get("validation_accuracy"),
             validation_loss=best.get("validation_loss"),
             images_per_second=statistics.median(r["images_per_second"] for r in records),
-            kept_bytes={
-                "plain": backward_bytes(self.build, batch, frozen, efficient=False).bytes,
-                "efficient": backward_bytes(self.build, batch, frozen, efficient=True).bytes,
-            },
+            kept_bytes={"plain": kept(efficient=False), "efficient": kept(efficient=True)},
             seconds=time.perf_counter() - began,
         )
 

@@ -21,7 +21,7 @@ from ...ops.offload import OffloadState, offload_scan, offload_train_step, to_de
 from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
 from ..optimizers import make_optimizer, make_schedule
-from .config import FinetuneConfig, Offload, Policy, Quantize
+from .config import FinetuneConfig
 from .preferences import as_rows, preference_loss, sum_log_probs
 
 LORA_A, LORA_B = "lora_A.weight", "lora_B.weight"  # suffixes of the names of adapters
@@ -65,23 +65,21 @@ def make_learner(
         check_dropout(model)
     except ValueError as error:
         raise TrainError(str(error)) from error
-    return DecoderLearner(
-        model=model, optimizer=_make_optimizer(config), mesh=mesh, dtype=config.dtype,
-        offload=config.offload, fuse_update=config.fuse_update, policy=config.policy,
-        num_microbatches=config.num_microbatches, mlp_chunk_size=config.mlp_chunk_size,
-        clip_norm=config.clip_norm or None, skip_nonfinite=config.on_nan == "skip",
-        lora_rank=config.lora, lora_scale=config.lora_scale,
-        lora_targets=_find_targets(config, model), lora_dropout=config.lora_dropout or 0.0,
-        quantize=config.quantize, loss=loss, dpo_beta=config.dpo_beta,
+    optimizer = make_optimizer(
+        config.optimizer, learning_rate_schedule(config), config.weight_decay,
+        master_copy=config.param_dtype == "bfloat16-24", seed=config.seed, b1=config.beta1,
+        b2=config.beta2, epsilon=config.epsilon,
     )  # fmt: skip
+    return DecoderLearner(config, model, mesh, optimizer, _find_adapted(config, model), loss)
 
 
-def _find_targets(config: FinetuneConfig, model: DecoderConfig) -> tuple[str, ...] | None:
-    """Return the linear layers with adapters, as in `self_attn.q_proj`; None for all."""
-    if config.lora_targets is None:
-        return None
+def _find_adapted(config: FinetuneConfig, model: DecoderConfig) -> tuple[str, ...]:
+    if config.lora is None:
+        return ()
     layers, _ = decoder_shapes(model)
     modules = [name.removesuffix(".weight") for name in layers if name.endswith("_proj.weight")]
+    if config.lora_targets is None:
+        return tuple(modules)
     targets = [name.strip() for name in config.lora_targets.split(",")]
     for target in targets:
         if not any(target in (module, module.rpartition(".")[2]) for module in modules):
@@ -99,68 +97,31 @@ def learning_rate_schedule(config: FinetuneConfig) -> optax.Schedule:
     )  # fmt: skip
 
 
-def _make_optimizer(config: FinetuneConfig) -> optax.GradientTransformation:
-    return make_optimizer(
-        config.optimizer, learning_rate_schedule(config), config.weight_decay,
-        master_copy=config.param_dtype == "bfloat16-24", seed=config.seed, b1=config.beta1,
-        b2=config.beta2, epsilon=config.epsilon,
-    )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DecoderLearner:
-    """A decoder and its optimizer, with the places of its arrays.
+    """A decoder and its optimizer, with the places of its arrays; from `make_learner`.
 
     Attributes:
+        config: The options, resolved.
         model: The decoder, with the dtype of its parameters.
-        optimizer: The optimizer.
         mesh: The devices. Parameters are sharded over its axis `fsdp`, if it has one.
-        dtype: The dtype of the computation.
-        offload: The arrays in host memory: residuals of the layers, parameters and optimizer state,
-            or both.
-        fuse_update: Whether each layer is updated during the backward pass.
-        policy: The residuals of a layer: its input only, also the matrix products, or everything.
-        num_microbatches: Parts that the batch is split into. Layers are loaded once for all parts.
-        mlp_chunk_size: Argument of `decoder_functions`.
-        clip_norm: The largest norm of the gradients of a step. With `fuse_update` they are clipped
-            by the norm of the previous step. None disables clipping.
-        lora_rank: The rank of adapters of linear layers, which alone are trained. None trains
-            all parameters.
-        lora_scale: The factor of the adapters.
-        lora_targets: The linear layers with adapters, as in `self_attn.q_proj`. None for all.
-        lora_dropout: The share of the inputs of adapters that is dropped in training.
-        quantize: How the weights of linear layers, which are frozen, are stored: argument of
-            `decoder_shapes`.
+        optimizer: The optimizer.
+        adapted: The linear layers with adapters, as in `self_attn.q_proj`. If there are some, only
+            adapters are trained.
         loss: The loss in place of the cross entropy.
-        dpo_beta: The factor of the rewards of preferences, for batches of `PackedPairs`. None for
-            the cross entropy.
-        skip_nonfinite: Whether a step with a loss or gradients that are not finite changes only
-            the number of the step. Not with `fuse_update`.
     """
 
+    config: FinetuneConfig
     model: DecoderConfig
-    optimizer: optax.GradientTransformation
     mesh: AnyMesh
-    dtype: str = "float32"
-    offload: Offload = "none"
-    fuse_update: bool = False
-    policy: Policy = "recompute"
-    num_microbatches: int = 1
-    mlp_chunk_size: int | None = None
-    clip_norm: float | None = None
-    lora_rank: int | None = None
-    lora_scale: float = 1.0
-    lora_targets: tuple[str, ...] | None = None
-    lora_dropout: float = 0.0
-    quantize: Quantize | None = None
-    skip_nonfinite: bool = False
+    optimizer: optax.GradientTransformation
+    adapted: tuple[str, ...] = ()
     loss: Loss | None = None
-    dpo_beta: float | None = None
 
     @property
     def params_on_host(self) -> bool:
         """True if the parameters and the optimizer state live in host memory."""
-        return self.offload in ("params", "all")
+        return self.config.offload in ("params", "all")
 
     @property
     def num_params(self) -> int:
@@ -170,7 +131,7 @@ class DecoderLearner:
     @property
     def num_trained(self) -> int:
         """The number of trained parameters."""
-        if self.lora_rank is None:
+        if not self.adapted:
             return self.num_params
         return sum(math.prod(a.shape) for a in self._adapter_shapes().values())
 
@@ -179,17 +140,16 @@ class DecoderLearner:
 
         They are arguments of `effjax.convert.load_checkpoint`.
         """
-        layers, others = decoder_shapes(self.model, quantize=self.quantize)
+        layers, others = decoder_shapes(self.model, quantize=self.config.quantize)
         return self._place(layers, stacked=True), self._place(others)
 
     def shapes(self) -> DecoderState:
         """Return the shapes, dtypes, shardings and memory of the state."""
         layers, others = self.model_shapes()
-        if self.lora_rank is not None:
-            layers |= self.adapter_shapes()
+        layers |= self.adapter_shapes()
         # Host arrays exist only with concrete devices, and shapes do not depend on the place.
-        on_device = dataclasses.replace(self, offload="none")
-        init, _ = on_device._offload_functions()
+        on_device = dataclasses.replace(self.config, offload="none")
+        init, _ = dataclasses.replace(self, config=on_device)._offload_functions()
         without_places = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (layers, others)
         )
@@ -200,22 +160,20 @@ class DecoderLearner:
         return with_shardings(shapes, self._shardings(shapes))
 
     def adapter_shapes(self) -> Params:
-        """Return the shapes of the adapters, with their places."""
+        """Return the shapes of the adapters, with their places; empty if there are none."""
         return self._place(self._adapter_shapes(), stacked=True)
 
     def initial_state(
-        self, layers: Params, others: Params, seed: int = 0, adapters: Params | None = None
+        self, layers: Params, others: Params, adapters: Params | None = None
     ) -> DecoderState:
         """Return the state before the first step.
 
         Args:
             layers: The parameters of the layers, in the places of `model_shapes`.
             others: The parameters outside the layers.
-            seed: Seed of the adapters.
             adapters: The adapters, in the places of `adapter_shapes`. By default they are new.
         """
-        if self.lora_rank is not None:
-            layers = layers | (self._init_adapters(seed) if adapters is None else adapters)
+        layers = layers | (self._init_adapters() if adapters is None else adapters)
         init, _ = self._offload_functions()
         state = DecoderState(jnp.int32(0), init(layers, others))
         return put(state, self._shardings(state))
@@ -234,10 +192,10 @@ class DecoderLearner:
 
         def step(state: DecoderState, batch: Any, key: Any = None) -> tuple[DecoderState, Any]:
             # The recomputation of a layer, and a run that resumes, drop the same numbers.
-            step_key = jax.random.fold_in(key, state.step) if self.lora_dropout else None
+            step_key = jax.random.fold_in(key, state.step) if self.config.lora_dropout else None
             result = train_step(state.model, batch, step_key)
             metrics: Any = jnp.where(result.finite, result.loss, jnp.nan)
-            if self.dpo_beta is not None:
+            if self.config.has_pairs:
                 count = jnp.sum(batch["pairs"])
                 means = {name: jnp.sum(sums) / count for name, sums in result.head_aux.items()}
                 metrics = {"loss": metrics, **means}
@@ -278,68 +236,66 @@ class DecoderLearner:
 
     def _functions(self) -> DecoderFunctions:
         """Return the functions of the decoder, which gather sharded parameters."""
+        config = self.config
         embed, layer, head = decoder_functions(
-            self.model, dtype=self.dtype,
-            mlp_chunk_size=self.mlp_chunk_size, lora_scale=self.lora_scale,
-            lora_dropout=self.lora_dropout,
+            self.model, dtype=config.dtype,
+            mlp_chunk_size=config.mlp_chunk_size, lora_scale=config.lora_scale,
+            lora_dropout=config.lora_dropout or 0.0,
         )  # fmt: skip
-
-        loss, beta = self.loss, self.dpo_beta
-        if beta is not None:
-            embed_rows = embed
+        if config.has_pairs:
+            embed_rows, head = embed, self._preference_head
 
             def embed(others: Params, batch: Any, key: Any = None) -> Params:
                 return embed_rows(others, as_rows(batch), key)
 
-            def head(others: Params, x: Params, batch: Any, key: Any = None) -> Any:
-                log_probs = sum_log_probs(self.model, others, x["hidden"], batch)
-                return preference_loss(beta, log_probs, batch)
-
-        elif loss is not None:
-
-            def head(others: Params, x: Params, batch: Any, key: Any = None) -> Any:
-                return loss(decoder_logits(self.model, others, x["hidden"]), batch)
+        elif self.loss is not None:
+            head = self._own_head
 
         def gather(function: Callable) -> Callable:
             return lambda params, *rest: function(gather_params(params, self.mesh), *rest)
 
         return DecoderFunctions(gather(embed), gather(layer), gather(head))
 
+    def _preference_head(self, others: Params, x: Params, batch: Any, key: Any = None) -> Any:
+        assert self.config.dpo_beta is not None
+        log_probs = sum_log_probs(self.model, others, x["hidden"], batch)
+        return preference_loss(self.config.dpo_beta, log_probs, batch)
+
+    def _own_head(self, others: Params, x: Params, batch: Any, key: Any = None) -> Any:
+        assert self.loss is not None
+        return self.loss(decoder_logits(self.model, others, x["hidden"]), batch)
+
     def _offload_functions(self) -> tuple[Callable, Callable]:
         """Return `(init, step)` of `offload_train_step`."""
-        clip_by = "previous" if self.fuse_update and self.clip_norm is not None else "global"
-        trains_all = self.lora_rank is None
+        config = self.config
+        # A layer is updated before the gradients of those below it exist, and so is their norm.
+        clip_by = "previous" if config.fuse_update and config.clip_norm else "global"
         return offload_train_step(
             *self._functions(), self.optimizer,
-            weighted_loss=True, head_has_aux=self.dpo_beta is not None,
-            fuse_update=self.fuse_update, clip_norm=self.clip_norm, clip_by=clip_by,
-            skip_nonfinite=self.skip_nonfinite,
-            num_microbatches=self.num_microbatches, policy=POLICIES[self.policy],
-            trainable=trains_all or is_adapter, trainable_others=trains_all,
+            weighted_loss=True, head_has_aux=config.has_pairs,
+            fuse_update=config.fuse_update, clip_norm=config.clip_norm or None, clip_by=clip_by,
+            skip_nonfinite=config.on_nan == "skip",
+            num_microbatches=config.num_microbatches, policy=POLICIES[config.policy],
+            trainable=is_adapter if self.adapted else True, trainable_others=not self.adapted,
             others_in="host" if self.params_on_host else "device", **self._places(),
         )  # fmt: skip
 
     def _places(self) -> dict[str, Any]:
         return {
             "params_in": "host" if self.params_on_host else "device",
-            "activations": "host" if self.offload in ("activations", "all") else "device",
+            "activations": "host" if self.config.offload in ("activations", "all") else "device",
         }
 
     def _adapter_shapes(self) -> Params:
         layers, _ = decoder_shapes(self.model)
-        shapes: Params = {}
-        for name, a in layers.items():
-            module = name.removesuffix(".weight")
-            if name.endswith("_proj.weight") and module in (self.lora_targets or (module,)):
-                base, (count, outputs, inputs) = name.removesuffix("weight"), a.shape
-                for end, shape in (
-                    (LORA_A, (self.lora_rank, inputs)),
-                    (LORA_B, (outputs, self.lora_rank)),
-                ):
-                    shapes[base + end] = jax.ShapeDtypeStruct((count, *shape), jnp.float32)
+        rank, shapes = self.config.lora, {}
+        for module in self.adapted:
+            count, outputs, inputs = layers[f"{module}.weight"].shape
+            for end, shape in ((LORA_A, (rank, inputs)), (LORA_B, (outputs, rank))):
+                shapes[f"{module}.{end}"] = jax.ShapeDtypeStruct((count, *shape), jnp.float32)
         return shapes
 
-    def _init_adapters(self, seed: int) -> Params:
+    def _init_adapters(self) -> Params:
         """Return adapters that do not change the model: A is uniform in ±1/√in, and B is 0."""
         shapes = self.adapter_shapes()
 
@@ -354,7 +310,7 @@ class DecoderLearner:
             return {name: draw(i, name, a) for i, (name, a) in enumerate(shapes.items())}
 
         places = {name: a.sharding.with_memory_kind("device") for name, a in shapes.items()}
-        arrays = jax.jit(init, out_shardings=places)(jax.random.key(seed))
+        arrays = jax.jit(init, out_shardings=places)(jax.random.key(self.config.seed))
         return put(arrays, {name: a.sharding for name, a in shapes.items()})
 
     def _place(self, shapes: Params, stacked: bool = False) -> Params:

@@ -45,13 +45,12 @@ class Samples:
     temperature: float
     tokenizer: Tokenizer
 
-    def make(
-        self, learner: DecoderLearner, seed: int
-    ) -> Callable[[DecoderState], list[dict[str, str]]]:
+    def make(self, learner: DecoderLearner) -> Callable[[DecoderState], list[dict[str, str]]]:
         """Return a function that completes the prompts with the parameters of a state.
 
         Its result has a dict for each prompt, of the "prompt" and the "text".
         """
+        config = learner.config
         tokens, lengths = pad_prompts(self.tokens, max(map(len, self.tokens)))
 
         def complete(layers: Any, others: Any, step: jax.Array) -> Generation:
@@ -59,8 +58,8 @@ class Samples:
                 learner.model, layers, to_device(others), jnp.asarray(tokens),
                 lengths=jnp.asarray(lengths), max_new_tokens=self.max_tokens,
                 temperature=self.temperature, stop_tokens=self.stop_tokens,
-                key=jax.random.fold_in(jax.random.key(seed), step), dtype=learner.dtype,
-                lora_scale=learner.lora_scale,
+                key=jax.random.fold_in(jax.random.key(config.seed), step), dtype=config.dtype,
+                lora_scale=config.lora_scale,
             )  # fmt: skip
             # Each process reads the tokens.
             return jax.lax.with_sharding_constraint(done, replicated(learner.mesh))

@@ -216,9 +216,9 @@ class TextTask(Task[TextResult]):
         params = self.base.load(*learner.model_shapes(), progress=self.load_progress)
         if self.config.adapter is not None:
             adapters = load_adapters(
-                self.config.adapter, learner.adapter_shapes(), learner.lora_scale
+                self.config.adapter, learner.adapter_shapes(), self.config.lora_scale
             )
-        return learner.initial_state(*params, seed=self.config.seed, adapters=adapters)
+        return learner.initial_state(*params, adapters=adapters)
 
     def shapes(self) -> DecoderState:
         return self.learner.shapes()
@@ -264,7 +264,7 @@ class TextTask(Task[TextResult]):
 
     def make_eval(self) -> Callable[[DecoderState, Part], Metrics]:
         eval_step = offload_jit(self.learner.eval_step(), donate=False)
-        size, has_pairs = self._eval_size, self.learner.dpo_beta is not None
+        size, has_pairs = self._eval_size, self.config.has_pairs
         rows = local_rows(size, self.mesh)
 
         def evaluate(state: DecoderState, part: Part) -> Metrics:
@@ -287,7 +287,7 @@ class TextTask(Task[TextResult]):
     def make_sample(self) -> Callable[[DecoderState], Record]:
         if self.samples is None:
             return super().make_sample()
-        sample = self.samples.make(self.learner, self.config.seed)
+        sample = self.samples.make(self.learner)
         return lambda state: {SAMPLES: sample(state)}
 
     def batches(self, done: int) -> Iterator[Batch]:
@@ -325,7 +325,7 @@ class TextTask(Task[TextResult]):
         if self.config.chat_template:
             templates = {CHAT_TEMPLATE: Path(self.config.chat_template)}
         try:
-            if self.learner.lora_rank is None:
+            if self.config.lora is None:
                 config = base.model.to_json()
                 files = {file.name: file for file in base.tokenizer_files} | templates
                 save_checkpoint(folder, layers, others, config, copied_files=files, **options)
@@ -333,8 +333,8 @@ class TextTask(Task[TextResult]):
             adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
             name, revision = base.repository or (str(base.folder), None)
             save_adapter(
-                folder, adapters, self.learner.lora_scale,
-                dropout=self.learner.lora_dropout, base_model=name, base_revision=revision,
+                folder, adapters, self.config.lora_scale,
+                dropout=self.config.lora_dropout or 0.0, base_model=name, base_revision=revision,
                 copied_files=templates, **options,
             )  # fmt: skip
         except ValueError as error:

@@ -3,7 +3,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -16,7 +15,7 @@ from effjax.train.images.plans import (
     training_step,
     with_flax_layers,
 )
-from effjax.train.images.steps import initial_state, model_builder
+from effjax.train.images.steps import model_builder
 from tests.tiers import vary
 
 TINY = DenseNetRunConfig(depth=10, growth_rate=4, batch_size=6)
@@ -96,9 +95,12 @@ def test_memory_choices():
 
 @vary("dtype", ["bfloat16", "float32"])
 def test_efficient_keeps_less_and_parameters_stay_float32(dtype):
-    build = model_builder(DenseNetRunConfig(dtype=dtype, depth=40), (16, 16, 1), 5)
-    plain, efficient = (backward_bytes(build, (16, 16, 16, 1), efficient=e) for e in (False, True))
+    config = DenseNetRunConfig(dtype=dtype, depth=40)
+    build = model_builder(config, (16, 16, 1), 5)
+    plain, efficient = (
+        backward_bytes(config, build, (16, 16, 16, 1), efficient=e) for e in (False, True)
+    )
     assert efficient.argument_bytes > 0
     assert efficient.bytes < 0.4 * plain.bytes
-    params = jax.eval_shape(lambda: initial_state(build, optax.identity(), seed=0)).params
+    params = nnx.state(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0))), nnx.Param)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}

@@ -79,10 +79,11 @@ class Noise(nnx.Module):
 def test_dropout_differs_by_step_and_by_device(way, mesh8):
     graphdef, params, stats = nnx.split(Noise(), nnx.Param, ...)
     optimizer = optax.sgd(0.0)
-    learner = Learner(graphdef, graphdef, optimizer, np.zeros(1), np.ones(1))
+    config = DenseNetRunConfig(parallel=way)
+    learner = Learner(config, graphdef, graphdef, optimizer, np.zeros(1), np.ones(1))
     state = TrainState(np.array(0, np.int32), params, stats, optimizer.init(params))
     mesh = make_mesh(None, list(mesh8.devices.flat))
-    step = make_train_step(way, learner, mesh, None)
+    step = make_train_step(learner, mesh, None)
     batch = Batch(np.zeros((8, 2, 2, 1), np.uint8), np.zeros((8,), np.int32))
     key = jax.random.key(3)
     state = jax.device_put(state, replicated(mesh))

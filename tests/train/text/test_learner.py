@@ -15,8 +15,9 @@ from effjax.models import DecoderConfig, decoder_functions, init_decoder
 from effjax.models.scan import scan_layers
 from effjax.ops.quantize import dequantize, quantize
 from effjax.train.mesh import global_batch, make_mesh
-from effjax.train.optimizers import make_optimizer
-from effjax.train.text.learner import DecoderLearner, is_adapter
+from effjax.train.text.config import FinetuneConfig
+from effjax.train.text.learner import is_adapter
+from effjax.train.text.learner import make_learner as make_learner_of
 from tests.tiers import vary
 
 MODEL = DecoderConfig(
@@ -38,11 +39,25 @@ def make_batch():
     }
 
 
-def make_learner(devices=1, dtype="float32", name: Any = "adamw", master_copy=False, **options):
-    mesh = make_mesh(options.pop("mesh", None), jax.devices()[:devices])
-    model = dataclasses.replace(MODEL, dtype=dtype)
-    optimizer = make_optimizer(name, lambda _: RATE, DECAY, master_copy=master_copy)
-    return DecoderLearner(model=model, optimizer=optimizer, mesh=mesh, **options)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float64Config(FinetuneConfig):
+    """Options of a step in float64."""
+
+    dtype: str = "float64"
+
+
+def make_learner(devices=1, param_dtype: Any = "float32", wide=False, **options):
+    mesh = make_mesh(options.get("mesh"), jax.devices()[:devices])
+    plain = dict(warmup=0.0, schedule="constant", clip_norm=0.0, dtype="float32", steps=STEPS)
+    plain |= dict(learning_rate=RATE, weight_decay=DECAY)
+    dtype, config_type = param_dtype.removesuffix("-24"), FinetuneConfig
+    if param_dtype == "float64":
+        plain, config_type = plain | {"dtype": "float64"}, Float64Config
+    else:
+        plain["param_dtype"] = param_dtype
+    size = dict(hidden_size=64, intermediate_size=96) if wide else {}
+    model = dataclasses.replace(MODEL, dtype=dtype, **size)
+    return make_learner_of(config_type(**plain | options).resolve(), model, mesh)
 
 
 def random_params(learner):
@@ -64,7 +79,7 @@ def assert_places(learner, state):
 
 def train(learner):
     """Return the losses of some steps and of an evaluation after them, and the state."""
-    state = learner.initial_state(*random_params(learner), seed=1)
+    state = learner.initial_state(*random_params(learner))
     assert_places(learner, state)
     step, batch = offload_jit(learner.train_step()), global_batch(make_batch(), ROWS, learner.mesh)
     losses = []
@@ -136,7 +151,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "sharded": dict(devices=4, mesh="data=2,fsdp=2", fuse_update=True),
     "sharded on the host": dict(devices=2, mesh="fsdp=2", offload="all", fuse_update=True),
     "recomputed": {},
-    "residuals kept": dict(policy="everything", skip_nonfinite=True),
+    "residuals kept": dict(policy="everything", on_nan="skip"),
     "activations": dict(offload="activations", policy="dots", mlp_chunk_size=5),
     "params": dict(offload="params", num_microbatches=4),
 }
@@ -158,7 +173,7 @@ def test_steps_match_optax(form):
 
 @vary("form", [dict(offload="all", fuse_update=True), {}])
 def test_muon_orthogonalizes_the_matrix_of_each_layer(form):
-    assert_like_optax(make_learner(name="muon", **form), rtol=1e-4, atol=1e-3, name="muon")
+    assert_like_optax(make_learner(optimizer="muon", **form), rtol=1e-4, atol=1e-3, name="muon")
     assert abs(by_hand(name="muon")[0][-1] - by_hand()[0][-1]) > 1e-2
 
 
@@ -166,7 +181,7 @@ def test_muon_orthogonalizes_the_matrix_of_each_layer(form):
 @pytest.mark.parametrize("name", ["muon", "adamw8bit"])
 def test_offloaded_master_copies_equal_those_in_memory(optimized, name):
     """Muon and 8-bit moments, with parameters of 24 bits, to the bit."""
-    options: dict[str, Any] = dict(name=name, dtype="bfloat16", master_copy=True, fuse_update=True)
+    options: dict[str, Any] = dict(optimizer=name, param_dtype="bfloat16-24", fuse_update=True)
     (losses, state), (want, in_memory) = (
         train(make_learner(offload=offload, **options)) for offload in ("all", "none")
     )
@@ -191,8 +206,8 @@ def test_clips_by_the_norm_of_the_previous_step():
 
 @vary("options", [dict(offload="all", fuse_update=True), dict(devices=2, mesh="fsdp=2")])
 def test_trains_adapters_only(options):
-    learner = make_learner(lora_rank=2, lora_scale=3.0, **options)
-    state = learner.initial_state(*random_params(learner), seed=1)
+    learner = make_learner(lora=2, lora_alpha=6.0, **options)
+    state = learner.initial_state(*random_params(learner))
     before = jax.device_get((state.model.layers, state.model.others))
     losses, state = train(learner)
     assert losses[0] == pytest.approx(by_hand()[0][0], rel=1e-5)  # B is 0
@@ -236,7 +251,7 @@ def test_dropout_of_adapters(options):
     params = jax.device_get(random_params(make_learner()))
     results = []
     for form in (options, {}):
-        learner = make_learner(lora_rank=2, lora_scale=3.0, lora_dropout=0.5, **form)
+        learner = make_learner(lora=2, lora_alpha=6.0, lora_dropout=0.5, **form)
         adapters = draw(learner.adapter_shapes())
         state = initial_state(learner, *params, adapters)
         step = offload_jit(learner.train_step(), donate=False)
@@ -254,7 +269,7 @@ def test_dropout_of_adapters(options):
 
 def test_adapters_add_their_product():
     """A model with adapters computes the same as one with W + scale B A."""
-    learner = make_learner(lora_rank=2, lora_scale=3.0)
+    learner = make_learner(lora=2, lora_alpha=6.0)
     layers, others = jax.device_get(random_params(learner))
     adapters, merged = draw(learner.adapter_shapes()), dict(layers)
     for module in {name.rpartition("lora_")[0] for name in adapters}:
@@ -280,8 +295,8 @@ QUANTIZED_FORMS: list[dict[str, Any]] = [
 @vary("form, options", [("nf4", QUANTIZED_FORMS[0]), *(("int8", o) for o in QUANTIZED_FORMS)])
 def test_a_quantized_base_is_that_of_its_dequantized_weights(form, options, x64):
     """The loss and the gradients of adapters, which are the first moments, up to a factor."""
-    learner = make_learner(dtype="float64", lora_rank=2, lora_scale=3.0, **options)
-    learner = dataclasses.replace(learner, dtype="float64")
+    options = options | dict(param_dtype="float64", lora=2, lora_alpha=6.0)
+    learner = make_learner(**options)
     layers, others = map(draw, learner.model_shapes())
     adapters, quantized = draw(learner.adapter_shapes()), {}
     for name, weight in layers.items():
@@ -293,7 +308,7 @@ def test_a_quantized_base_is_that_of_its_dequantized_weights(form, options, x64)
             quantized[name] = weight
     results = []
     for params, how in ((layers, None), (quantized, form)):
-        learner = dataclasses.replace(learner, quantize=how)
+        learner = make_learner(quantize=how, **options)
         state = initial_state(learner, params, others, adapters)
         assert_places(learner, state)
         batch = global_batch(make_batch(), ROWS, learner.mesh)
@@ -309,7 +324,7 @@ def test_a_quantized_base_is_that_of_its_dequantized_weights(form, options, x64)
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9 * np.abs(want).max())
 
 
-OFFLOADED: dict[str, Any] = dict(dtype="bfloat16", offload="all", fuse_update=True)
+OFFLOADED: dict[str, Any] = dict(param_dtype="bfloat16", offload="all", fuse_update=True)
 
 
 @pytest.mark.exhaustive
@@ -322,8 +337,7 @@ def test_bfloat16_parameters():
 
 
 def test_8_bit_moments():
-    wide = dataclasses.replace(MODEL, hidden_size=64, intermediate_size=96)
-    learner = dataclasses.replace(make_learner(name="adamw8bit", **OFFLOADED), model=wide)
+    learner = make_learner(optimizer="adamw8bit", wide=True, **OFFLOADED)
     losses, state = train(learner)
     assert losses[-1] < losses[0] - 0.2
     codes = [a for a in jax.tree.leaves(state.model.layers_state) if a.dtype.itemsize == 1]

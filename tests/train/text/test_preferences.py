@@ -61,7 +61,7 @@ def forget_references(task):
 @functools.partial(jax.jit, static_argnums=0)
 def compute_logits(learner, layers, others, tokens):
     """Return the logits of each position of sequences that are not packed."""
-    embed, layer, _ = decoder_functions(learner.model, lora_scale=learner.lora_scale)
+    embed, layer, _ = decoder_functions(learner.model, lora_scale=learner.config.lora_scale)
     x = embed(others, {"tokens": tokens})
     x, _ = jax.lax.scan(lambda x, params: (layer(params, x), None), x, layers)
     return decoder_logits(learner.model, others, x["hidden"])

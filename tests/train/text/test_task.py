@@ -161,16 +161,16 @@ def test_the_circle_of_adapters(base, tmp_path):
     }
     modules = "self_attn.q_proj", "self_attn.v_proj"
     assert {*adapters} == {f"{m}.lora_{i}.weight" for m in modules for i in "AB"}
-    assert new.learner.lora_scale == pytest.approx(6 / 2**0.5)
+    assert new.config.lora_scale == pytest.approx(6 / 2**0.5)
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages[0].content }}")
     folder, files = tmp_path / "adapter", {"chat_template.jinja": template}
     save_adapter(folder, adapters, 3.0, dropout=0.1, base_model=str(base), copied_files=files)
 
     task = finetune_task(base, adapter=str(folder))
-    assert (task.config.lora, task.learner.lora_scale) == (2, 3.0)
-    assert task.learner.lora_dropout == 0.1
-    assert finetune_task(base, adapter=str(folder), lora_dropout=0.2).learner.lora_dropout == 0.2
+    assert (task.config.lora, task.config.lora_scale) == (2, 3.0)
+    assert task.config.lora_dropout == 0.1
+    assert finetune_task(base, adapter=str(folder), lora_dropout=0.2).config.lora_dropout == 0.2
     layers = task.initial_state().model.layers
     assert_equal({name: layers[name] for name in adapters}, adapters)
     other_scale = finetune_task(base, adapter=str(folder), lora=2, lora_targets="q_proj,v_proj")
