@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 import effjax
-from effjax.ops.samplers.deform_conv.api import CPU_SLICE_BYTES
+from effjax.ops.samplers.deform_conv.api import CPU_CHUNK_BYTES
 from effjax.ops.samplers.deform_conv.reference import Geometry, columns
 
 from . import pytorch
@@ -93,21 +93,21 @@ def make_plain_conv(case: Case) -> Callable:
 
 
 def make_matrix_products(case: Case, backward: bool, kernel: Any, dy: Any) -> Callable[[], Any]:
-    """Return the matrix products alone, in slices of about as many rows as in native code.
+    """Return the matrix products alone, in chunks of about as many rows as in native code.
 
-    All slices multiply the same samples, which are zeros: only the time is of interest.
+    All chunks multiply the same samples, which are zeros: only the time is of interest.
     """
     n, channels, height, width, _ = case
     columns_size = TAPS * channels
-    # As in deform_conv2d on a CPU: each sampled float32 takes 4 bytes of a slice in the forward
+    # As in deform_conv2d on a CPU: each sampled float32 takes 4 bytes of a chunk in the forward
     # pass and 12 in the backward pass. The number of rows is rounded down to a divisor of the
     # height.
     sample_bytes = 12 if backward else 4
-    max_rows = CPU_SLICE_BYTES["native"] // sample_bytes // (n * width * columns_size)
-    num_slices = height // max((r for r in range(1, max_rows + 1) if height % r == 0), default=1)
+    max_rows = CPU_CHUNK_BYTES["native"] // sample_bytes // (n * width * columns_size)
+    num_chunks = height // max((r for r in range(1, max_rows + 1) if height % r == 0), default=1)
 
     def step(samples, kernel, dy):
-        matrix, dy = kernel.reshape(columns_size, channels), dy.reshape(num_slices, -1, channels)
+        matrix, dy = kernel.reshape(columns_size, channels), dy.reshape(num_chunks, -1, channels)
 
         def body(i, carry):
             y, dkernel, dsamples = carry
@@ -122,9 +122,9 @@ def make_matrix_products(case: Case, backward: bool, kernel: Any, dy: Any) -> Ca
         gradients = (
             (jnp.zeros((channels, columns_size)), jnp.zeros_like(samples)) if backward else ((), ())
         )
-        return lax.fori_loop(0, num_slices, body, (jnp.zeros_like(dy), *gradients))
+        return lax.fori_loop(0, num_chunks, body, (jnp.zeros_like(dy), *gradients))
 
-    samples = jnp.zeros((dy.size // channels // num_slices, columns_size))
+    samples = jnp.zeros((dy.size // channels // num_chunks, columns_size))
     compiled = jax.jit(step).lower(samples, kernel, dy).compile()
     return lambda: compiled(samples, kernel, dy)
 

@@ -102,7 +102,7 @@ def deform_conv(
         groups: groups of the convolution.
         deformable_groups: groups of channels, each with its own offsets.
         im2col_step: ignored. The original computes this many images at a time; effjax computes
-            slices of rows, see `workspace_bytes` in `effjax.deform_conv2d`.
+            chunks of rows, see `chunk_bytes` in `effjax.deform_conv2d`.
         deform_groups: mmcv's name of `deformable_groups`.
 
     Returns:

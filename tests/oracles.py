@@ -67,7 +67,7 @@ def attention(q, k, v, *, segment_ids=None, causal=True, window=None, scale=None
 
 
 def cross_entropy(
-    x, kernel, labels, bias=0.0, where=True, z_loss=0.0, label_smoothing=0.0, transposed=False,
+    x, kernel, labels, bias=0.0, mask=True, z_loss=0.0, label_smoothing=0.0, transposed=False,
     softcap=None,
 ):  # fmt: skip
     """Return the losses of all logits."""
@@ -77,4 +77,4 @@ def cross_entropy(
     targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), label_smoothing)
     losses = optax.softmax_cross_entropy(logits, targets)
     losses += z_loss * jax.nn.logsumexp(logits, -1) ** 2
-    return jnp.where(where, losses, 0)
+    return jnp.where(mask, losses, 0)

@@ -56,24 +56,24 @@ OPERATORS: dict[str, tuple[tuple, dict[str, Any]]] = {
     "batch_norm_inference": ((X, *[SCALE] * 4), dict(epsilon=0.5, feature_axis=(3,))),
     "bn_relu_conv": ((X, SCALE, SCALE, KERNEL), dict(**CONV, epsilon=0.5)),
     "dense_block": (
-        (X, [DENSE_LAYER]), dict(epsilon=0.5, num_chunks=2, dropout_rate=0.5, key=KEY)
+        (X, [DENSE_LAYER]), dict(epsilon=0.5, chunk_size=3, dropout_rate=0.5, key=KEY)
     ),
     "linear_cross_entropy": ((X, jnp.ones((8, 9)), jnp.zeros((2, 6, 6), jnp.uint8)), dict(
-        bias=jnp.ones(9), where=jnp.ones((2, 1, 1), bool), chunk_size=4, z_loss=0.5,
+        bias=jnp.ones(9), mask=jnp.ones((2, 1, 1), bool), chunk_size=4, z_loss=0.5,
         label_smoothing=0.5,
     )),
     "dot_product_attention": ((X, X, X), dict(
-        segment_ids=jnp.zeros((2, 6), jnp.uint8), window=2, scale=0.5, softcap=2.0, block_size=2
+        segment_ids=jnp.zeros((2, 6), jnp.uint8), window=2, scale=0.5, softcap=2.0, chunk_size=2
     )),
     "deform_conv2d": ((X, TAPS, KERNEL, MASK, jnp.ones(4)), dict(
-        **CONV, offset_groups=1, deterministic=True, workspace_bytes=999
+        **CONV, offset_groups=1, deterministic=True, chunk_bytes=999
     )),
     "ms_deform_attn": (
-        (jnp.ones((1, 6, 2, 4)), [(np.int64(2), 3)], LOCATIONS, WEIGHTS), dict(workspace_bytes=999)
+        (jnp.ones((1, 6, 2, 4)), [(np.int64(2), 3)], LOCATIONS, WEIGHTS), dict(chunk_bytes=999)
     ),
     "dcn_aggregate": ((X, TAPS, MASK), dict(
         kernel_size=3, padding=1, offset_scale=0.5, remove_center=False, offset_groups=1,
-        workspace_bytes=999,
+        chunk_bytes=999,
     )),
     "roi_align": ((X, BOXES), dict(**POOL | dict(sampling_ratio=0), aligned=True)),
     "multiscale_roi_align": ((LEVELS, BOXES), dict(
@@ -120,7 +120,7 @@ QUERIES = jnp.ones((1, 5, 8)), jnp.ones((1, 5, 1, 2)) / 2, jnp.ones((1, 6, 8)), 
 ROI_PACK = dict(**POOL, gamma=0.5, deform_fc_channels=4)
 DENSENET = dict(
     growth_rate=4, block_config=(1, 1), num_init_features=8, bn_size=2, num_classes=3,
-    compression=0.5, num_chunks=1, small_inputs=True,
+    compression=0.5, chunk_size=8, small_inputs=True,
 )  # fmt: skip
 RESNET = dict(
     stage_sizes=(1, 1), stage_with_dcn=(False, True), bottleneck=True, modulated=True, width=8,

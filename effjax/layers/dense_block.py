@@ -17,14 +17,14 @@ class DenseLayerConfig(ImageLayerConfig):
     growth_rate: int = 32
     bn_size: int = 4
     drop_rate: float = 0.0
-    num_chunks: int | None = None
+    chunk_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("growth_rate", "bn_size"):
             setattr(self, name, as_integer(name, getattr(self, name), 1))
-        if self.num_chunks is not None:
-            self.num_chunks = as_integer("num_chunks", self.num_chunks, 1)
+        if self.chunk_size is not None:
+            self.chunk_size = as_integer("chunk_size", self.chunk_size, 1)
         self.drop_rate = as_number("drop_rate", self.drop_rate, lambda r: 0 <= r < 1, "in [0, 1)")
 
 

@@ -95,7 +95,7 @@ class DenseBlock(nn.Module, DenseBlockConfig):
             x, params, save=self.save, axis_name=self.axis_name, mask=mask,
             axis_index_groups=self.axis_index_groups, epsilon=self.epsilon,
             dropout_rate=0.0 if key is None else self.drop_rate, key=key,
-            num_chunks=self.num_chunks,
+            chunk_size=self.chunk_size,
         )  # fmt: skip
         for layer, (stats1, stats2) in zip(self.layers, stats, strict=True):
             layer.norm1.update_running_stats(stats1)

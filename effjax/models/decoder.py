@@ -538,14 +538,14 @@ def token_losses(
     others: Params,
     hidden: jax.Array,
     labels: jax.Array,
-    where: jax.Array | None = None,
+    mask: jax.Array | None = None,
 ) -> jax.Array:
     """Return the cross entropy [N, T] of the last layer's output, without the logits."""
     return linear_cross_entropy(
         _head_input(config, others, hidden),
         _head_weight(config, others),
         labels,
-        where=where,
+        mask=mask,
         softcap=config.final_logit_softcapping,
         transposed=True,
     )

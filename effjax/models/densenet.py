@@ -100,7 +100,7 @@ class DenseNet(ImageNetwork, DenseNetConfig):
         efficient: recompute wide intermediate arrays in the backward pass instead of keeping them.
         save: "conv" keeps the output of each 1x1 convolution for the backward pass, "features"
             recomputes it too.
-        num_chunks: the number of slices of rows in which the recomputation runs (None: by size).
+        chunk_size: as in `effjax.dense_block`.
         axis_name, axis_index_groups: the mapped axes over which batch statistics are reduced.
         momentum, epsilon: of the BatchNorms; PyTorch's momentum 0.1 is 0.9 here.
         dtype: of the computation. If None, x's dtype, promoted with `param_dtype` unless x is half
@@ -146,7 +146,7 @@ class DenseNet(ImageNetwork, DenseNetConfig):
             if len(blocks) < len(self.block_config):
                 transition = Transition(
                     block.out_features, channels, conv=conv, norm=norm,
-                    efficient=self.efficient, num_chunks=self.num_chunks,
+                    efficient=self.efficient, chunk_size=self.chunk_size,
                 )  # fmt: skip
                 transitions.append(transition)
         self.blocks = nnx.List(blocks)
@@ -238,11 +238,11 @@ class Transition(nnx.Module):
         conv: Callable[..., nnx.Conv],
         norm: Callable[..., BatchNorm],
         efficient: bool,
-        num_chunks: int | None,
+        chunk_size: int | None,
     ):
         self.norm = norm(in_features)
         self.conv = conv(in_features, out_features, 1)
-        self.efficient, self.num_chunks = efficient, num_chunks
+        self.efficient, self.chunk_size = efficient, chunk_size
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
         """Return features with fewer channels and half the height and width."""
@@ -253,7 +253,7 @@ class Transition(nnx.Module):
         else:
             x, batch_stats = bn_relu_conv(
                 x, norm.scale[...], norm.bias[...], self.conv.kernel[...], mask=mask,
-                num_chunks=self.num_chunks, **options,
+                chunk_size=self.chunk_size, **options,
             )  # fmt: skip
             norm._update_running_stats(batch_stats)
         return nnx.avg_pool(x, (2, 2), (2, 2))

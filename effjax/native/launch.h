@@ -20,7 +20,7 @@ template <typename Launch>
 ffi::Error launch_blocks(int64_t blocks, const Launch& launch) {
   if (blocks == 0) return ffi::Error::Success();
   if (blocks > std::numeric_limits<int32_t>::max()) {
-    return invalid("too large for one launch: give fewer images at a time, or a smaller workspace_bytes");
+    return invalid("too large for one launch: give fewer images at a time, or a smaller chunk_bytes");
   }
   launch(static_cast<unsigned>(blocks));
   return result_of(cudaGetLastError());

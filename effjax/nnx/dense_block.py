@@ -43,7 +43,7 @@ class DenseBlock(nnx.Module):
         efficient: recompute wide intermediate arrays in the backward pass instead of keeping them.
         save: "conv" keeps the output of each 1x1 convolution for the backward pass, "features"
             recomputes it too.
-        num_chunks: the number of slices of rows in which the recomputation runs (None: by size).
+        chunk_size: as in `effjax.dense_block`.
         use_running_average: if True, the norms use their running statistics instead of the batch's.
             Set by `train()` and `eval()`.
         momentum, epsilon, unbiased_running_var, axis_name, axis_index_groups: of the norms, as in
@@ -76,7 +76,7 @@ class DenseBlock(nnx.Module):
         drop_rate: float = 0.0,
         efficient: bool = True,
         save: Save = "conv",
-        num_chunks: int | None = None,
+        chunk_size: int | None = None,
         use_running_average: bool | None = False,
         momentum: float | None = 0.99,
         epsilon: float = 1e-5,
@@ -89,7 +89,7 @@ class DenseBlock(nnx.Module):
     ):
         self.config = config = DenseBlockConfig(
             num_layers, growth_rate=growth_rate, bn_size=bn_size, drop_rate=drop_rate,
-            efficient=efficient, save=save, num_chunks=num_chunks, momentum=momentum,
+            efficient=efficient, save=save, chunk_size=chunk_size, momentum=momentum,
             epsilon=epsilon, unbiased_running_var=unbiased_running_var, axis_name=axis_name,
             axis_index_groups=axis_index_groups, dtype=dtype, param_dtype=param_dtype,
         )  # fmt: skip
@@ -147,7 +147,7 @@ class DenseBlock(nnx.Module):
             return x
         features, stats = dense_block(
             x, [layer._parameters() for layer in self.layers], save=config.save, mask=mask,
-            dropout_rate=rate, key=key, num_chunks=config.num_chunks, **options,
+            dropout_rate=rate, key=key, chunk_size=config.chunk_size, **options,
         )  # fmt: skip
         for norm, batch_stats in zip(norms, (s for pair in stats for s in pair), strict=True):
             norm._update_running_stats(batch_stats)

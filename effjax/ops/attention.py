@@ -23,8 +23,8 @@ from ._common.sharding import (
     zeros,
 )
 
-BLOCK_BYTES = 16 * 2**20
-TILE = 128  # the default number of tokens of a block is this, times a power of two
+CHUNK_BYTES = 16 * 2**20
+TILE = 128  # the default number of tokens of a chunk is this, times a power of two
 MASK_BYTES = 256 * 2**20  # of a mask for cuDNN, which is the same for all heads
 MASKED = -1e30  # a score; finite, so that the difference of two of them is not NaN
 
@@ -40,7 +40,7 @@ def dot_product_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    block_size: int | None = None,
+    chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Compute ``softmax(scale * q @ k.T) @ v`` of each head, without the scores of all pairs.
@@ -59,12 +59,12 @@ def dot_product_attention(
         scale: factor of the scores. By default 1 / sqrt(D).
         softcap: the bound of the scores: a scaled score s becomes ``softcap * tanh(s / softcap)``.
             None means no bound.
-        block_size: number of tokens of a block of "xla". By default the largest power of two from
-            128 up whose scores (N × H × block²) take at most 16 MiB in float32; 128 if even these
+        chunk_size: number of tokens of a chunk of "xla". By default the largest power of two from
+            128 up whose scores (N × H × chunk²) take at most 16 MiB in float32; 128 if even these
             take more. At most T.
         implementation: one of the following, or None for the best available one.
 
-            * "xla": a loop over pairs of blocks, on every platform. Pairs that `causal` or `window`
+            * "xla": a loop over pairs of chunks, on every platform. Pairs that `causal` or `window`
               exclude are left out. The backward pass recomputes the scores; kept for it are q, k,
               v, the result and logsumexp(scores) [N, T, H].
             * "cudnn": `jax.nn.dot_product_attention`, on NVIDIA GPUs, for bfloat16 and float16,
@@ -107,12 +107,12 @@ def dot_product_attention(
     if softcap is not None:
         softcap = as_number("softcap", softcap, lambda cap: 0 < cap < math.inf, "positive, finite")
     check_choice("implementation", implementation, None, *IMPLEMENTATIONS)
-    if block_size is None:
-        block_size = _default_block(q)
-    block_size = min(as_integer("block_size", block_size, 1), q.shape[1])
+    if chunk_size is None:
+        chunk_size = _default_chunk(q)
+    chunk_size = min(as_integer("chunk_size", chunk_size, 1), q.shape[1])
     if not q.size:
         return q
-    options = _Options(causal, window, scale, block_size, softcap)
+    options = _Options(causal, window, scale, chunk_size, softcap)
     if implementation is None:
         implementation = _select(options, q, k, v, segment_ids)
     attend = IMPLEMENTATIONS[implementation]
@@ -129,7 +129,7 @@ class _Options(NamedTuple):
     causal: bool
     window: int | None
     scale: float
-    block_size: int
+    chunk_size: int
     softcap: float | None = None
 
 
@@ -158,10 +158,10 @@ def _check(q: Any, k: Any, v: Any, segment_ids: Any) -> tuple:
     return q, k, v, segment_ids
 
 
-def _default_block(q: jax.Array) -> int:
+def _default_chunk(q: jax.Array) -> int:
     n, _, h, _ = known_sizes(*q.shape)
     size = TILE
-    while 4 * max(n * h, 1) * (2 * size) ** 2 <= BLOCK_BYTES:
+    while 4 * max(n * h, 1) * (2 * size) ** 2 <= CHUNK_BYTES:
         size *= 2
     return size
 
@@ -208,25 +208,25 @@ def _can_trace(attend: Callable, options: _Options, *arrays) -> bool:
 #   dk = scale * ds.T @ q
 # With a soft cap c, s = c * tanh(r / c) of r = scale * q @ k.T, and ds is multiplied by
 # ds/dr = 1 - (s / c)^2.
-# Both passes visit the same pairs of a block of queries and a block of keys. All pairs of one block
-# of queries follow each other, so that its sums are complete when the next block begins.
+# Both passes visit the same pairs of a chunk of queries and a chunk of keys. All pairs of one chunk
+# of queries follow each other, so that its sums are complete when the next chunk begins.
 #
-# If the block does not divide T, the last block begins earlier and overlaps the one before, which
+# If the chunk does not divide T, the last chunk begins earlier and overlaps the one before, which
 # needs no padding. Overlapping queries are computed twice. Overlapping keys are masked, and
 # overlapping queries do not contribute to dk and dv.
 
 
-class _Blocks(NamedTuple):
-    """The blocks of a sequence, and the pairs of them that are not excluded."""
+class _Chunks(NamedTuple):
+    """The chunks of a sequence, and the pairs of them that are not excluded."""
 
     size: int
-    starts: np.ndarray  # [B], the first token of each block
-    pairs: np.ndarray  # [P, 3]: a block of queries, one of keys, whether the queries are new
-    overlap: int  # number of tokens of the last block that the one before has
+    starts: np.ndarray  # [B], the first token of each chunk
+    pairs: np.ndarray  # [P, 3]: a chunk of queries, one of keys, whether the queries are new
+    overlap: int  # number of tokens of the last chunk that the one before has
 
     @classmethod
-    def of(cls, t: int, options: _Options) -> "_Blocks":
-        size = options.block_size
+    def of(cls, t: int, options: _Options) -> "_Chunks":
+        size = options.chunk_size
         starts = np.minimum(np.arange(0, t, size), t - size)
         pairs = []
         for i, start in enumerate(starts):
@@ -255,14 +255,14 @@ class _Blocks(NamedTuple):
     def take(self, a: jax.Array, start, axis: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(a, start, self.size, axis)
 
-    def is_own(self, block) -> jax.Array:
-        """Return whether each token of a block is in no block before it, [size]."""
-        start, index = block
+    def is_own(self, chunk) -> jax.Array:
+        """Return whether each token of a chunk is in no chunk before it, [size]."""
+        start, index = chunk
         return start + jnp.arange(self.size) >= index * self.size
 
 
-def _write(a: jax.Array, block: jax.Array, start, axis: int) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(a, block.astype(a.dtype), start, axis)
+def _write(a: jax.Array, chunk: jax.Array, start, axis: int) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(a, chunk.astype(a.dtype), start, axis)
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple, batch: tuple) -> jax.Array:
@@ -271,8 +271,8 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple, batch: tuple) -> jax.Array
     return lax.dot_general(a, b, (contract, batch), preferred_element_type=wide)
 
 
-def _block_scores(options: _Options, blocks: _Blocks, q, k, segment_ids, queries, keys):
-    """Return the scores [N, K, block, G, block] of q [N, block, K, G, D] and k [N, block, K, D].
+def _chunk_scores(options: _Options, chunks: _Chunks, q, k, segment_ids, queries, keys):
+    """Return the scores [N, K, chunk, G, chunk] of q [N, chunk, K, G, D] and k [N, chunk, K, D].
 
     The second result is their derivative by the scores before the soft cap; None without one.
     """
@@ -280,18 +280,18 @@ def _block_scores(options: _Options, blocks: _Blocks, q, k, segment_ids, queries
     if options.softcap is not None:
         share = jnp.tanh(scores / options.softcap)
         scores, slope = options.softcap * share, 1 - jnp.square(share)
-    rows = queries[0] + jnp.arange(blocks.size)[:, None]
-    columns = keys[0] + jnp.arange(blocks.size)
-    seen = jnp.ones((blocks.size, blocks.size), bool)
+    rows = queries[0] + jnp.arange(chunks.size)[:, None]
+    columns = keys[0] + jnp.arange(chunks.size)
+    seen = jnp.ones((chunks.size, chunks.size), bool)
     if options.causal:
         seen &= rows >= columns
     if options.window is not None:
         seen &= rows - columns < options.window
-    if blocks.overlap:
-        seen &= blocks.is_own(keys)
+    if chunks.overlap:
+        seen &= chunks.is_own(keys)
     seen = seen[None]
     if segment_ids is not None:
-        rows, columns = (blocks.take(segment_ids, b[0], 1) for b in (queries, keys))
+        rows, columns = (chunks.take(segment_ids, b[0], 1) for b in (queries, keys))
         seen &= rows[:, :, None] == columns[:, None]
     return jnp.where(seen[:, None, :, None], scores, MASKED), slope
 
@@ -308,18 +308,18 @@ def _attend_xla(options: _Options, q, k, v, segment_ids) -> Any:
 
 
 def _forward(options: _Options, q, k, v, segment_ids):
-    blocks = _Blocks.of(q.shape[1], options)
+    chunks = _Chunks.of(q.shape[1], options)
     grouped = _group(q, k)
     n, t, kv, groups, d = grouped.shape
     wide = accumulation_dtype(q)
 
     def body(carry, queries, keys, is_new):
         y, z, total, high, sums = carry
-        q_block, (k_block, v_block) = (
-            blocks.take(grouped, queries[0], 1),
-            [blocks.take(a, keys[0], 1) for a in (k, v)],
+        q_chunk, (k_chunk, v_chunk) = (
+            chunks.take(grouped, queries[0], 1),
+            [chunks.take(a, keys[0], 1) for a in (k, v)],
         )
-        s, _ = _block_scores(options, blocks, q_block, k_block, segment_ids, queries, keys)
+        s, _ = _chunk_scores(options, chunks, q_chunk, k_chunk, segment_ids, queries, keys)
         total, sums = jnp.where(is_new, 0, total), jnp.where(is_new, 0, sums)
         high = jnp.where(is_new, MASKED, high)
         # The maximum of all scores so far. If all were masked, the sums are of masked keys; the
@@ -327,15 +327,15 @@ def _forward(options: _Options, q, k, v, segment_ids):
         new = jnp.maximum(high, jnp.max(s, -1))
         p, decay = jnp.exp(s - new[..., None]), jnp.exp(high - new)
         total = total * decay + jnp.sum(p, -1)
-        more = _dot(p.astype(v.dtype), v_block, ((4,), (1,)), ((0, 1), (0, 2)))
+        more = _dot(p.astype(v.dtype), v_chunk, ((4,), (1,)), ((0, 1), (0, 2)))
         sums = sums * decay[..., None] + more
-        # Complete after the last pair of this block of queries, and overwritten until then.
+        # Complete after the last pair of this chunk of queries, and overwritten until then.
         y = _write(y, jnp.moveaxis(sums / total[..., None], 1, 2), queries[0], 1)
         z = _write(z, new + jnp.log(total), queries[0], 2)
         return y, z, total, new, sums
 
-    rows = zeros((n, kv, blocks.size, groups), wide, q)
-    y, z, *_ = blocks.scan(
+    rows = zeros((n, kv, chunks.size, groups), wide, q)
+    y, z, *_ = chunks.scan(
         body,
         (
             zeros(grouped.shape, q.dtype, q),
@@ -351,7 +351,7 @@ def _forward(options: _Options, q, k, v, segment_ids):
 
 def _backward(options: _Options, residuals, g):
     q, k, v, segment_ids, y, z = residuals
-    blocks = _Blocks.of(q.shape[1], options)
+    chunks = _Chunks.of(q.shape[1], options)
     grouped, g = _group(q, k), _group(g, k)
     wide = accumulation_dtype(q)
     products = g.astype(wide) * _group(y, k).astype(wide)
@@ -359,31 +359,31 @@ def _backward(options: _Options, residuals, g):
 
     def body(carry, queries, keys, is_new):
         dq, dk, dv, sums = carry
-        q_block, g_block = (blocks.take(a, queries[0], 1) for a in (grouped, g))
-        k_block, v_block = (blocks.take(a, keys[0], 1) for a in (k, v))
-        z_block, delta_block = (blocks.take(a, queries[0], 2)[..., None] for a in (z, delta))
-        s, slope = _block_scores(options, blocks, q_block, k_block, segment_ids, queries, keys)
-        p = jnp.exp(s - z_block)
-        dp = _dot(g_block, v_block, ((4,), (3,)), ((0, 2), (0, 2)))
-        ds = p * (dp - delta_block) * options.scale
+        q_chunk, g_chunk = (chunks.take(a, queries[0], 1) for a in (grouped, g))
+        k_chunk, v_chunk = (chunks.take(a, keys[0], 1) for a in (k, v))
+        z_chunk, delta_chunk = (chunks.take(a, queries[0], 2)[..., None] for a in (z, delta))
+        s, slope = _chunk_scores(options, chunks, q_chunk, k_chunk, segment_ids, queries, keys)
+        p = jnp.exp(s - z_chunk)
+        dp = _dot(g_chunk, v_chunk, ((4,), (3,)), ((0, 2), (0, 2)))
+        ds = p * (dp - delta_chunk) * options.scale
         ds = (ds if slope is None else ds * slope).astype(q.dtype)
-        more = _dot(ds, k_block, ((4,), (1,)), ((0, 1), (0, 2)))  # [N, K, block, G, D]
+        more = _dot(ds, k_chunk, ((4,), (1,)), ((0, 1), (0, 2)))  # [N, K, chunk, G, D]
         sums = jnp.where(is_new, 0, sums) + more
         dq = _write(dq, jnp.moveaxis(sums, 1, 2), queries[0], 1)
-        if blocks.overlap:
-            own = blocks.is_own(queries)[:, None, None, None]
-            q_block, g_block = jnp.where(own, q_block, 0), jnp.where(own, g_block, 0)
+        if chunks.overlap:
+            own = chunks.is_own(queries)[:, None, None, None]
+            q_chunk, g_chunk = jnp.where(own, q_chunk, 0), jnp.where(own, g_chunk, 0)
         transposed = ((2, 3), (1, 3)), ((0, 1), (0, 2))
-        dk_block = _dot(ds, q_block, *transposed)  # [N, K, block, D]
-        dv_block = _dot(p.astype(g.dtype), g_block, *transposed)
-        dk = _write(dk, blocks.take(dk, keys[0], 2) + dk_block, keys[0], 2)
-        dv = _write(dv, blocks.take(dv, keys[0], 2) + dv_block, keys[0], 2)
+        dk_chunk = _dot(ds, q_chunk, *transposed)  # [N, K, chunk, D]
+        dv_chunk = _dot(p.astype(g.dtype), g_chunk, *transposed)
+        dk = _write(dk, chunks.take(dk, keys[0], 2) + dk_chunk, keys[0], 2)
+        dv = _write(dv, chunks.take(dv, keys[0], 2) + dv_chunk, keys[0], 2)
         return dq, dk, dv, sums
 
     n, t, kv, groups, d = grouped.shape
     empty = zeros((n, kv, t, d), wide, q)
-    sums = zeros((n, kv, blocks.size, groups, d), wide, q)
-    dq, dk, dv, _ = blocks.scan(body, (zeros(grouped.shape, q.dtype, q), empty, empty, sums))
+    sums = zeros((n, kv, chunks.size, groups, d), wide, q)
+    dq, dk, dv, _ = chunks.scan(body, (zeros(grouped.shape, q.dtype, q), empty, empty, sums))
     dk, dv = (jnp.moveaxis(a, 1, 2).astype(q.dtype) for a in (dk, dv))
     return dq.reshape(q.shape), dk, dv, None
 

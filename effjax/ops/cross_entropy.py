@@ -15,8 +15,8 @@ from ._common.dtypes import accumulation_dtype
 from ._common.platform import known_sizes
 from ._common.sharding import match_varying, with_auto_axes_over_batch, zeros
 
-SLICE_BYTES = 64 * 2**20
-TILE = 128  # slices are multiples of this number of columns, which suits matrix units
+CHUNK_BYTES = 64 * 2**20
+TILE = 128  # chunks are multiples of this number of columns, which suits matrix units
 
 
 def linear_cross_entropy(
@@ -25,7 +25,7 @@ def linear_cross_entropy(
     labels: jax.Array,
     *,
     bias: jax.Array | None = None,
-    where: jax.Array | None = None,
+    mask: jax.Array | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -38,8 +38,8 @@ def linear_cross_entropy(
     ``loss = logsumexp(logits) - sum(targets * logits) + z_loss * logsumexp(logits)**2``, with
     ``targets = (1 - label_smoothing) * one_hot(labels) + label_smoothing / V``
 
-    Both passes process the vocabulary in slices: only the logits of one slice exist at a time, and
-    the backward pass recomputes them. Tokens are not sliced, so that jit may shard any of their
+    Both passes process the vocabulary in chunks: only the logits of one chunk exist at a time, and
+    the backward pass recomputes them. Tokens are not split, so that jit may shard any of their
     axes: no token is gathered, and the gradient of a replicated kernel is summed over devices once.
     A kernel that is sharded along V is gathered.
 
@@ -48,15 +48,15 @@ def linear_cross_entropy(
         kernel: [D, V], floating point; cast to the dtype of x. Products accumulate in float32.
         labels: integers [...] in [0, V). The loss of any other label is NaN.
         bias: [V], floating point. None means 0.
-        where: boolean, broadcastable to labels: the tokens to include. The others have loss 0 and
+        mask: boolean, broadcastable to labels: the tokens to include. The others have loss 0 and
             no gradient, whatever their labels.
         label_smoothing: the share in [0, 1] of the target that is spread over the vocabulary, as in
             `optax.smooth_labels`.
         z_loss: weight of the square of logsumexp, which keeps it near 0.
         softcap: the bound of the logits, which become ``softcap * tanh(logits / softcap)``. None
             means no bound.
-        chunk_size: number of columns per slice. By default the logits of a slice take 64 MiB in
-            float32, or a slice has D columns if that is more.
+        chunk_size: number of columns of a chunk. By default the logits of a chunk take 64 MiB in
+            float32, or a chunk has D columns if that is more.
         transposed: whether the kernel is [V, D], as an embedding is, or the weight of a linear
             layer of PyTorch. No transposed copy of it or of its gradient exists.
         precision: of the matrix products, as in ``jax.lax``.
@@ -77,7 +77,7 @@ def linear_cross_entropy(
         (arXiv:2204.02311); label smoothing: Szegedy et al., 2016 (arXiv:1512.00567).
     """
     x, kernel, labels, bias = _check(x, kernel, labels, bias, transposed)
-    mask = None if where is None else as_mask("where", where, "labels", labels.shape)
+    mask = None if mask is None else as_mask("mask", mask, "labels", labels.shape)
     vocab_axis = 0 if transposed else 1
     vocab_size, width = kernel.shape[vocab_axis], x.shape[-1]
     if chunk_size is None:
@@ -120,14 +120,14 @@ class _Static(NamedTuple):
             preferred_element_type=accumulation_dtype(a),
         )
 
-    def scan_slices(self, body: Callable, carry: Any, vocab_size: int) -> Any:
-        """Run ``carry = body(carry, start, size)`` on every slice; the last may be smaller."""
+    def scan_chunks(self, body: Callable, carry: Any, vocab_size: int) -> Any:
+        """Run ``carry = body(carry, start, size)`` on every chunk; the last may be smaller."""
         size = self.chunk_size
         count, rest = divmod(vocab_size, size)
         carry = lax.fori_loop(0, count, lambda i, carry: body(carry, i * size, size), carry)
         return body(carry, vocab_size - rest, rest) if rest else carry
 
-    def slice_logits(self, x, kernel, bias, labels, start, size: int) -> tuple:
+    def chunk_logits(self, x, kernel, bias, labels, start, size: int) -> tuple:
         """Return the columns of the kernel, their logits, and whether a column is the label."""
         axis = self.vocab_axis
         columns = lax.dynamic_slice_in_dim(kernel, start, size, axis)  # [D, size] or [size, D]
@@ -141,7 +141,7 @@ class _Static(NamedTuple):
         return columns, logits, labels[..., None] == indices
 
     def weigh_by_target(self, values: jax.Array, is_label: jax.Array, vocab_size: int) -> jax.Array:
-        """Multiply values by the targets of the columns of a slice."""
+        """Multiply values by the targets of the columns of a chunk."""
         smoothing = self.label_smoothing
         if smoothing == 0:
             return jnp.where(is_label, values, 0)
@@ -153,7 +153,7 @@ class _Static(NamedTuple):
 #   dlogits = p * g * (1 + 2 * z_loss * z) - targets * g
 #   dx = dlogits @ kernel.T    dkernel = x.T @ dlogits    dbias = sum(dlogits)
 # With a soft cap c, logits = c * tanh(r / c), and dlogits is multiplied by 1 - (logits / c)^2.
-# dx is a sum over slices. dkernel and dbias of a slice are complete, and are written once.
+# dx is a sum over chunks. dkernel and dbias of a chunk are complete, and are written once.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -166,12 +166,12 @@ def _forward(static: _Static, x, kernel, bias, labels):
 
     def body(carry, start, size):
         z, target_logit = carry  # sum(targets * logits)
-        _, logits, is_label = static.slice_logits(x, kernel, bias, labels, start, size)
+        _, logits, is_label = static.chunk_logits(x, kernel, bias, labels, start, size)
         target_logit += jnp.sum(static.weigh_by_target(logits, is_label, vocab_size), -1)
         return jnp.logaddexp(z, jax.nn.logsumexp(logits, -1)), target_logit
 
     zero = zeros(labels.shape, accumulation_dtype(x), x)
-    z, target_logit = static.scan_slices(body, (zero - jnp.inf, zero), vocab_size)
+    z, target_logit = static.scan_chunks(body, (zero - jnp.inf, zero), vocab_size)
     losses = z - target_logit + static.z_loss * jnp.square(z)
     losses = jnp.where((labels >= 0) & (labels < vocab_size), losses, jnp.nan)
     return losses, (x, kernel, bias, labels, z)
@@ -185,18 +185,18 @@ def _backward(static: _Static, residuals, g):
 
     def body(carry, start, size):
         dx, dkernel, dbias = carry
-        columns, logits, is_label = static.slice_logits(x, kernel, bias, labels, start, size)
+        columns, logits, is_label = static.chunk_logits(x, kernel, bias, labels, start, size)
         dlogits = jnp.exp(logits - z[..., None]) * dz[..., None]
         dlogits -= static.weigh_by_target(g[..., None], is_label, vocab_size)
         if static.softcap is not None:
             dlogits *= 1 - jnp.square(logits / static.softcap)
         if dbias is not None:
-            dbias = _write_slice(dbias, jnp.sum(dlogits, tokens), start, 0)
+            dbias = _write_chunk(dbias, jnp.sum(dlogits, tokens), start, 0)
         dlogits = dlogits.astype(x.dtype)
         dx += static.dot(dlogits, columns, ((x.ndim - 1,), (axis,)))
         factors = (x, dlogits) if axis == 1 else (dlogits, x)
         dcolumns = static.dot(*factors, (tokens, tokens))
-        return dx, _write_slice(dkernel, dcolumns, start, axis), dbias
+        return dx, _write_chunk(dkernel, dcolumns, start, axis), dbias
 
     # XLA would share constant zeros with the gradient of an embedding of the kernel's shape, and
     # keep them during the backward pass of all layers between.
@@ -206,19 +206,19 @@ def _backward(static: _Static, residuals, g):
         jnp.broadcast_to(zero, kernel.shape),
         None if bias is None else zeros(bias.shape, bias.dtype, x),
     )
-    dx, dkernel, dbias = static.scan_slices(body, empty, vocab_size)
+    dx, dkernel, dbias = static.scan_chunks(body, empty, vocab_size)
     return dx.astype(x.dtype), dkernel, dbias, None
 
 
 _linear_cross_entropy.defvjp(_forward, _backward)
 
 
-def _write_slice(gradient: jax.Array, part: jax.Array, start, axis: int) -> jax.Array:
+def _write_chunk(gradient: jax.Array, part: jax.Array, start, axis: int) -> jax.Array:
     return lax.dynamic_update_slice_in_dim(gradient, part.astype(gradient.dtype), start, axis)
 
 
 def _default_chunk(num_tokens: int, width: int) -> int:
-    tiles = SLICE_BYTES // (4 * TILE * max(num_tokens, 1))
+    tiles = CHUNK_BYTES // (4 * TILE * max(num_tokens, 1))
     return max(tiles * TILE, width, 1)
 
 

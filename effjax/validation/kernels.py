@@ -145,7 +145,7 @@ def _random_boxes(rng, batch: int, boxes: int, size: tuple[int, int], special: b
 def make_attention(
     dtype: str, *, batch: int = 2, shapes: tuple = ((8, 4), (4, 2)), queries: int = 7,
     heads: int = 3, c: int = 8, points: int = 4, special: bool = False, deterministic: bool = False,
-    workspace_bytes: int = 256 * 2**20,
+    chunk_bytes: int = 256 * 2**20,
 ) -> Call:  # fmt: skip
     """Return a multi-scale deformable attention of random arrays."""
     rng = np.random.default_rng(0)
@@ -160,7 +160,7 @@ def make_attention(
     def apply(value, locations, weights, *, implementation):
         return ms_deform_attn(
             value, shapes, locations, weights, deterministic=deterministic,
-            workspace_bytes=workspace_bytes, implementation=implementation,
+            chunk_bytes=chunk_bytes, implementation=implementation,
         )  # fmt: skip
 
     return Call(apply, (value, locations, weights), ("value", "locations", "weights"))
@@ -280,7 +280,7 @@ _DEFORM_CONV = {
     "one-sided": dict(
         kernel=(1, 3), padding=((0, 2), (2, 1)), strides=(2, 1), dilation=(1, 2)
     ),
-    "slices": dict(size=(17, 16), workspace_bytes=8192),
+    "chunks": dict(size=(17, 16), chunk_bytes=8192),
     "many channels": dict(c=1040, size=(4, 5), o=8),
     "many pixels": dict(batch=3, size=(48, 40), c=32, o=16),
 }  # fmt: skip
@@ -300,7 +300,7 @@ _DEFORM_ATTENTION = {
     "one level": dict(shapes=((8, 8),), heads=1),
     "four levels": dict(shapes=((16, 16), (8, 8), (4, 4), (2, 2)), heads=8, c=32),
     "no queries": dict(queries=0),
-    "slices": dict(queries=17, workspace_bytes=8192),
+    "chunks": dict(queries=17, chunk_bytes=8192),
     "many channels": dict(c=1040),
     "many queries": dict(queries=700, c=32),
 }

@@ -37,7 +37,7 @@ FLAVORS: dict[str, Any] = {
 FORMS = {
     "plain": dict(efficient=False),
     "conv": dict(save="conv"),
-    "features": dict(save="features", num_chunks=2),
+    "features": dict(save="features", chunk_size=3),
 }
 KEY = jax.random.key(7)
 LAYER = ("norm1.scale", "norm1.bias", "conv1.kernel", "norm2.scale", "norm2.bias", "conv2.kernel")

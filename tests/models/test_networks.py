@@ -79,7 +79,7 @@ def check_form(variant, flavor, **form):
 PLAIN = dict(efficient=False)
 CONV = dict(save="conv")
 FEATURES = dict(save="features")
-CHUNKS = dict(save="features", num_chunks=3)
+CHUNKS = dict(save="features", chunk_size=3)
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def call_attention(levels: Levels, args: Arrays, start: float = 1) -> Case:
         }
 
     def reference(*args):
-        options: Any = dict(levels=levels, workspace_bytes=10**6)
+        options: Any = dict(levels=levels, chunk_bytes=10**6)
         dvalue, *gradients = attention.attend_backward(*args, **options)
         return [attention.attend(*args[:3], **options), dvalue + start, *gradients]
 

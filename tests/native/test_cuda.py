@@ -174,7 +174,7 @@ def test_deterministic_gradients_in_slices(operator, monkeypatch):
         return lambda *args, **_: jax.pure_callback(run, results, *args)
 
     monkeypatch.setattr(jax.ffi, "ffi_call", ffi_call)
-    options: Any = dict(levels=levels, workspace_bytes=2 * 2 * 6 * 80 * 2)
+    options: Any = dict(levels=levels, chunk_bytes=2 * 2 * 6 * 80 * 2)
     sliced, plain = (
         jax.jit(functools.partial(backward, **options))
         for backward in (attention.sorted_attend_backward, reference.attend_backward)
@@ -288,10 +288,10 @@ PROGRAMS = {
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_programs_compile_for_a_gpu(function, deterministic):
     args, differentiated, atomic, in_order = PROGRAMS[function]
-    workspace_bytes = 10**5
+    chunk_bytes = 10**5
     options: Any = dict(implementation="native", deterministic=deterministic)
     if function is attend:
-        options["workspace_bytes"] = workspace_bytes
+        options["chunk_bytes"] = chunk_bytes
 
     def loss(*args):
         return jnp.sum(jnp.sin(function(*args, **options)))
@@ -305,7 +305,7 @@ def test_programs_compile_for_a_gpu(function, deterministic):
     if function is attend:
         # No array of samples. Sorted corners fit into the workspace.
         samples_bytes = 4 * math.prod(POINTS) * args[0].shape[-1]
-        limit = samples_bytes / 4 + deterministic * workspace_bytes
+        limit = samples_bytes / 4 + deterministic * chunk_bytes
         assert planned.device.temporaries < limit
 
 
@@ -322,7 +322,7 @@ def test_workspace_includes_the_sort():
 
     def loss(*args):
         y = effjax.deform_conv2d(
-            *args, padding=1, implementation="native", deterministic=True, workspace_bytes=4 * mib
+            *args, padding=1, implementation="native", deterministic=True, chunk_bytes=4 * mib
         )
         return jnp.sum(y.astype(jnp.float32) ** 2)
 

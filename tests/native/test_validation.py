@@ -228,7 +228,7 @@ def test_without_compute_sanitizer(tmp_path, monkeypatch):
             ["one-sided", "NaN and infinity", "no images", "several devices", "64-bit indices"],
         ),
         ("roi_pool_deterministic", "float16", ["NaN and infinite offsets", "vmap"]),
-        ("ms_deform_attn", "bfloat16", ["slices", "no queries"]),
+        ("ms_deform_attn", "bfloat16", ["chunks", "no queries"]),
         ("ms_deform_attn_deterministic", "float64", ["plain"]),
         ("dot_product_attention", "bfloat16", ["packed rows", "window", "several devices"]),
     ],

@@ -80,7 +80,7 @@ class Operator:
         sizes: Arguments of `make`: odd, large and empty sizes.
         mapped: Axes of vmap of some of the arguments of `context_case`.
         derivatives: Returns a case between the kinks of the interpolation, for differences.
-        options: Options that split the work into slices.
+        options: Options that split the work into chunks.
     """
 
     make: Callable[..., Case]

@@ -75,12 +75,12 @@ def bn_relu_conv(conv="pointwise"):
 
 def dense_block_of(**options):
     definition = dense_block.bind(oracles.dense_block, mask=options.get("mask", False))
-    op = dense_block.bind(effjax.dense_block, num_chunks=2, **options)
+    op = dense_block.bind(effjax.dense_block, chunk_size=3, **options)
     return Subject(op, definition, dense_block.make_params(), dense_block.make_batch())
 
 
 def make_head(
-    tokens=(16, 3), width=5, vocab_size=11, bias=True, where=False, transposed=False, dtype="f8"
+    tokens=(16, 3), width=5, vocab_size=11, bias=True, mask=False, transposed=False, dtype="f8"
 ):  # fmt: skip
     """Return parameters and a batch of linear_cross_entropy."""
     rng = np.random.default_rng(0)
@@ -90,19 +90,19 @@ def make_head(
     batch = {"x": rng.normal(size=(*tokens, width)), "w": rng.normal(size=tokens)}
     params, batch = jax.tree.map(lambda a: np.asarray(a, dtype), (params, batch))
     batch["labels"] = rng.integers(0, vocab_size, tokens)
-    return params, batch | ({"where": rng.random(tokens) < 0.7} if where else {})
+    return params, batch | ({"mask": rng.random(tokens) < 0.7} if mask else {})
 
 
 def run_head(function, params, batch, axis_name=None, **options):
-    given = {name: batch[name] for name in ("labels", "where") if name in batch}
+    given = {name: batch[name] for name in ("labels", "mask") if name in batch}
     return function(batch["x"], **params, **given, **options), ()
 
 
-def linear_cross_entropy(bias=True, where=True, transposed=False, **options):
+def linear_cross_entropy(bias=True, mask=True, transposed=False, **options):
     options["transposed"] = transposed
     definition = functools.partial(run_head, oracles.cross_entropy, **options)
     op = functools.partial(run_head, effjax.linear_cross_entropy, chunk_size=4, **options)
-    arrays = make_head(bias=bias, where=where, transposed=transposed)
+    arrays = make_head(bias=bias, mask=mask, transposed=transposed)
     return Subject(op, definition, *arrays)
 
 
@@ -121,7 +121,7 @@ def dot_product_attention(segments=True, **options):
 
         return op
 
-    op = bind(effjax.dot_product_attention, block_size=3, **options)
+    op = bind(effjax.dot_product_attention, chunk_size=3, **options)
     return Subject(op, bind(oracles.attention, **options), params, batch)
 
 
@@ -225,8 +225,8 @@ VARIANTS = {
     "bn_relu_conv, strided": bind(bn_relu_conv, "strided"),
     "dense_block, features": bind(dense_block_of, save="features"),
     "dense_block, mask": bind(dense_block_of, mask=True, stats="two_psum"),
-    "linear_cross_entropy, bare": bind(linear_cross_entropy, bias=False, where=False),
-    "linear_cross_entropy, transposed": bind(linear_cross_entropy, where=False, transposed=True),
+    "linear_cross_entropy, bare": bind(linear_cross_entropy, bias=False, mask=False),
+    "linear_cross_entropy, transposed": bind(linear_cross_entropy, mask=False, transposed=True),
     "dot_product_attention, causal": bind(dot_product_attention, segments=False),
     "dot_product_attention, full": bind(dot_product_attention, causal=False),
     "deform_conv2d, default": bind(SampledSubject, CONV),

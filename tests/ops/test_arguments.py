@@ -29,7 +29,7 @@ WRONG_TYPES = {
         {"residual": ones(4, 3, 5, dtype="f2")},
         {"epsilon": ones(2)},
     ],
-    "bn_relu_conv": [{"num_chunks": 1.0}],
+    "bn_relu_conv": [{"chunk_size": 1.0}],
     "dense_block": [
         {"params": GOOD["dense_block"]["params"][0]}, {"key": None, "dropout_rate": 0.1},
         {"key": 0, "dropout_rate": 0.1}, {"key": ones(2), "dropout_rate": 0.1},
@@ -43,14 +43,14 @@ WRONG_VALUES = {
     "dot_product_attention": [
         {"q": Q[0]}, {"k": Q[:, :3]}, {"k": Q[:, :, :3], "v": Q[:, :, :3]}, {"v": Q[:, :, :2]},
         {"segment_ids": ones(4, dtype=int)}, {"window": 0}, {"window": 2, "causal": False},
-        {"block_size": 0}, {"scale": np.inf}, {"softcap": 0},
+        {"chunk_size": 0}, {"scale": np.inf}, {"softcap": 0},
         {"softcap": 2.0, "implementation": "cudnn"}, {"implementation": "flash"},
         {"implementation": "splash"},
     ],
     "linear_cross_entropy": [
         {"x": ones(4, 2)}, {"kernel": ones(3)}, {"kernel": ones(3), "transposed": True},
         {"kernel": ones(3, 5), "transposed": True}, {"labels": ones(3, dtype=int)},
-        {"bias": ones(4)}, {"where": ones(3, dtype=bool)}, {"z_loss": -1.0},
+        {"bias": ones(4)}, {"mask": ones(3, dtype=bool)}, {"z_loss": -1.0},
         {"label_smoothing": 1.1}, {"softcap": -1}, {"chunk_size": 0},
     ],
     "sync_batch_norm": [
@@ -61,7 +61,7 @@ WRONG_VALUES = {
     "batch_norm_inference": [{"epsilon": -1}],
     "bn_relu_conv": [
         {"x": [X, X[:, :2]]}, {"x": X[0]}, {"scale": ones(5)}, {"kernel": ones(1, 1, 5, 4)},
-        {"num_chunks": 0},
+        {"chunk_size": 0},
     ],
     "dense_block": [
         {"x": IMAGE[0]}, {"params": make_params(2, channels=2, dtype=np.float32)},

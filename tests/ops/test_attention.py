@@ -41,11 +41,11 @@ def results(attend, arrays, **options):
     return run(*arrays)
 
 
-def both(shape, dtype="f8", segments=False, block_size=None, implementation=None, **options):
+def both(shape, dtype="f8", segments=False, chunk_size=None, implementation=None, **options):
     """Return the results of the function, and those of all scores in float64."""
     if segments:
         options["segment_ids"] = random_segments(*shape[:2])
-    ours = dict(block_size=block_size, implementation=implementation)
+    ours = dict(chunk_size=chunk_size, implementation=implementation)
     with jax.enable_x64(dtype == "f8"):
         arrays = random_heads(*shape, dtype)
         got = results(dot_product_attention, arrays, **ours, **options)
@@ -73,34 +73,34 @@ def assert_close(got, want, tolerance):
 )
 @vary("t, heads, kv_heads", [(9, 4, 2), (1, 4, 1), (2, 6, 2), (4, 4, 4), (8, 6, 1), (29, 4, 2)])
 def test_sizes(t, heads, kv_heads, options):
-    """Lengths below, at and above multiples of the block, and heads in groups."""
-    assert_close(*both((2, t, heads, kv_heads, 5), block_size=4, **options), 1e-12)
+    """Lengths below, at and above multiples of the chunk, and heads in groups."""
+    assert_close(*both((2, t, heads, kv_heads, 5), chunk_size=4, **options), 1e-12)
 
 
 @vary("window, t", [(5, 13), (1, 13), (4, 12), (8, 13), (13, 13), (40, 12)])
 def test_windows(window, t):
-    assert_close(*both((2, t, 2, 1, 4), block_size=4, window=window), 1e-12)
+    assert_close(*both((2, t, 2, 1, 4), chunk_size=4, window=window), 1e-12)
 
 
 def test_segments_out_of_order():
     """A segment may be in several pieces; a token always attends to itself."""
     ids = np.array([[5, 5, -1, 5, 2, -1, 5, 5, 7, 2, 0]])
-    assert_trees_close(*both((1, 11, 2, 2, 4), segment_ids=ids, block_size=2), 1e-12)
+    assert_trees_close(*both((1, 11, 2, 2, 4), segment_ids=ids, chunk_size=2), 1e-12)
 
 
 @vary("dtype, tolerance", [("bfloat16", 1e-2), ("float16", 2e-3), ("float32", 2e-6)])
 def test_dtypes(dtype, tolerance):
-    """Sums over blocks and gradients accumulate in float32."""
-    assert_trees_close(*both((2, 100, 4, 2, 16), dtype, segments=True, block_size=8), tolerance)
+    """Sums over chunks and gradients accumulate in float32."""
+    assert_trees_close(*both((2, 100, 4, 2, 16), dtype, segments=True, chunk_size=8), tolerance)
 
 
 @pytest.mark.parametrize(
     ("dtype", "scale", "tolerance"), [("f8", 5000.0, 1e-9), ("f4", 200.0, 1e-4)]
 )
 def test_large_scores(dtype, scale, tolerance):
-    """Scores beyond the range of exp, and a row whose first blocks are all masked."""
+    """Scores beyond the range of exp, and a row whose first chunks are all masked."""
     ids = np.array([[0] * 6 + [1] * 6])
-    found = both((1, 12, 2, 1, 4), dtype, segment_ids=ids, block_size=2, scale=scale)
+    found = both((1, 12, 2, 1, 4), dtype, segment_ids=ids, chunk_size=2, scale=scale)
     assert_close(*found, tolerance)
 
 
@@ -114,7 +114,7 @@ def test_sharded_heads_and_tokens(spec, x64):
         return jax.grad(lambda *a: jnp.sum(jnp.sin(attend(*a))), (0, 1, 2))(*arrays)
 
     placed = jax.device_put(arrays, NamedSharding(mesh, spec))
-    ours = functools.partial(dot_product_attention, block_size=4)
+    ours = functools.partial(dot_product_attention, chunk_size=4)
     program = jax.jit(functools.partial(gradients, ours)).lower(*placed).compile()
     assert_trees_close(program(*placed), gradients(oracles.attention, *arrays), 1e-12)
     assert bool(collective_sizes(program, "f8")) == (spec == P("i", "j"))
@@ -127,9 +127,9 @@ def test_empty(shape):
 
 
 def test_no_array_of_all_scores():
-    """Only the scores of a pair of blocks exist; y and logsumexp are residuals."""
+    """Only the scores of a pair of chunks exist; y and logsumexp are residuals."""
     arrays = random_heads(2, 64, 4, 2, 8)
-    ours = functools.partial(dot_product_attention, block_size=16)
+    ours = functools.partial(dot_product_attention, chunk_size=16)
     jaxpr = str(jax.make_jaxpr(functools.partial(results, ours))(arrays))
     assert "f32[2,2,16,2,16]" in jaxpr and "64,64" not in jaxpr and "64,2,64" not in jaxpr
     kept = residual_bytes(ours, *arrays)
@@ -142,21 +142,21 @@ def test_no_array_of_all_scores():
     ("options", "pairs"),
     [({}, 36), ({"window": 16}, 15), ({"window": 17}, 15), ({"causal": False}, 64)],
 )
-def test_excluded_blocks_are_left_out(options, pairs):
-    ours = functools.partial(dot_product_attention, block_size=16, **options)
+def test_excluded_chunks_are_left_out(options, pairs):
+    ours = functools.partial(dot_product_attention, chunk_size=16, **options)
     jaxpr = str(jax.make_jaxpr(functools.partial(results, ours))(random_heads(1, 128, 1, 1, 4)))
     assert jaxpr.count(f"length={pairs}") == 2
 
 
 @pytest.mark.parametrize(
-    ("shape", "block"),
+    ("shape", "chunk"),
     [((1, 4096, 32, 128), 256), ((8, 4096, 32, 128), 128), ((1, 4096, 1, 64), 2048)],
 )
-def test_default_block_size(shape, block):
+def test_default_chunk_size(shape, chunk):
     n, _, h, _ = shape
     q = jax.ShapeDtypeStruct(shape, "bfloat16")
     jaxpr = str(jax.make_jaxpr(dot_product_attention)(q, q, q))
-    assert f"f32[{n},{h},{block},1,{block}] = dot_general" in jaxpr
+    assert f"f32[{n},{h},{chunk},1,{chunk}] = dot_general" in jaxpr
 
 
 LENGTH = 4096

@@ -71,7 +71,7 @@ def test_empty_batch(tokens):
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
-def test_accuracy_of_many_slices(label_smoothing):
+def test_accuracy_of_many_chunks(label_smoothing):
     arrays = make_head((4, 8), width=16, vocab_size=512, dtype="f4")
     check(*arrays, 2e-5, chunk_size=2, label_smoothing=label_smoothing)
 
@@ -82,7 +82,7 @@ def test_large_logits():
 
 
 def test_columns_of_minus_infinity():
-    """As of a padded vocabulary: a whole slice of them, and the first one."""
+    """As of a padded vocabulary: a whole chunk of them, and the first one."""
     params, batch = make_head(dtype="f4")
     params["bias"][[*range(4), 9]] = -np.inf
     batch["labels"] = 4 + batch["labels"] % 5
@@ -97,10 +97,10 @@ def test_label_dtypes(dtype):
     check(params, batch, 1e-5, chunk_size=200)
 
 
-@pytest.mark.parametrize("where", [(3,), ()])
-def test_where_broadcasts(where):
+@pytest.mark.parametrize("shape", [(3,), ()])
+def test_mask_broadcasts(shape):
     params, batch = make_head(dtype="f4")
-    batch["where"] = np.random.default_rng(1).random(where) < 0.5
+    batch["mask"] = np.random.default_rng(1).random(shape) < 0.5
     check(params, batch, 1e-5)
 
 
@@ -110,7 +110,7 @@ def test_invalid_labels_give_nan(x64):
     bad = np.arange(7) < 5
     batch["labels"][bad] = -1, 11, -100, 2**32 + 3, np.iinfo("int64").min
     np.testing.assert_array_equal(np.isnan(jax.jit(op)(params, batch)[0]), bad)
-    dparams, dx = gradients(op, params, batch | {"where": ~bad})
+    dparams, dx = gradients(op, params, batch | {"mask": ~bad})
     want = gradients(oracle, params, jax.tree.map(lambda a: a[5:], batch))
     assert_trees_close((dparams, dx[5:]), want, 1e-12)
     assert not np.any(dx[:5])
@@ -118,7 +118,7 @@ def test_invalid_labels_give_nan(x64):
 
 @vary("dtype, kept", [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32")])
 def test_dtypes(dtype, kept):
-    """Products of half-precision values accumulate in float32, over slices too."""
+    """Products of half-precision values accumulate in float32, over chunks too."""
     params, batch = make_head((4, 8), width=32, vocab_size=400, dtype="f4")
     params = jax.tree.map(lambda p: jnp.asarray(p, kept), params)
     batch["x"] = jnp.asarray(batch["x"], dtype)
@@ -210,7 +210,7 @@ def test_no_transposed_copies():
 
 @needs_gpu_compiler
 @vary("batch_size, columns", [(16, 1024), (64, 512)])
-def test_memory_of_one_slice(batch_size, columns):
+def test_memory_of_one_chunk(batch_size, columns):
     """Logits in float32, their gradient in half precision, and that of x in float32."""
     memory = plan_gradients(batch_size).device
     assert memory.temporaries <= 1.02 * batch_size * 1024 * ((4 + 2) * columns + 4 * 512)
@@ -223,6 +223,6 @@ def test_jit_over_tpus():
     mesh = AbstractMesh((4,), ("data",), (AxisType.Auto,))
     p = plan_gradients(16, "v5e", NamedSharding(mesh, P("data")))
     assert p.device.temporaries <= 1.02 * 2 * 4 * 1024 * 4096
-    # The gradient of the kernel, slice by slice.
+    # The gradient of the kernel, chunk by chunk.
     assert {c.kind for c in p.collectives} == {"all-reduce"}
     assert sum(c.bytes * c.count for c in p.collectives) == 4 * 512 * 32768

@@ -45,7 +45,7 @@ from .bn_relu_conv import (
     bn_relu_conv_backward,
     check_pixel_mask,
 )
-from .bottleneck import Bottleneck, bottleneck_backward, bottleneck_forward, check_chunks
+from .bottleneck import Bottleneck, bottleneck_backward, bottleneck_forward, rows_per_chunk
 
 
 class DenseLayerParams(NamedTuple):
@@ -80,7 +80,7 @@ def dense_block(
     stats: Literal["auto", "gather", "two_psum"] = "auto",
     dropout_rate: float = 0.0,
     key: jax.Array | None = None,
-    num_chunks: int | None = None,
+    chunk_size: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, list[tuple[BatchStats, BatchStats]]]:
     """Apply a DenseNet-BC block in memory that is linear in its depth.
@@ -106,8 +106,8 @@ def dense_block(
         dropout_rate: probability of dropping a new feature, in [0, 1).
         key: PRNG key for dropout; layer l uses ``fold_in(key, l)``. Under pmap or shard_map pass
             each device a different key.
-        num_chunks: number of chunks of rows in which full-width arrays are processed. By default a
-            chunk takes about 8 MiB in float32.
+        chunk_size: number of image rows of the full-width arrays that are processed at a time. By
+            default as many as take about 8 MiB in float32.
         precision: of the convolutions, as in ``jax.lax``.
 
     Returns:
@@ -136,7 +136,7 @@ def dense_block(
         check_epsilon(epsilon),
         save == "conv",
         _check_dropout(dropout_rate, key),
-        check_chunks(num_chunks, (*x.shape[:3], channels)),
+        rows_per_chunk(chunk_size, (*x.shape[:3], channels)),
         as_precision(precision),
     )
 
@@ -162,7 +162,7 @@ class _BlockConfig(NamedTuple):
     epsilon: float
     save_conv: bool
     dropout_rate: float
-    num_chunks: int
+    chunk_size: int
     precision: Any
 
     @property
@@ -201,7 +201,7 @@ def _forward(config: _BlockConfig, x, params, mask, key):
         inv = lax.rsqrt(var + config.epsilon)
         h = bottleneck_forward(
             Bottleneck(buffer, mean, inv, p.scale1, p.bias1, p.kernel1),
-            config.num_chunks,
+            config.chunk_size,
             config.precision,
         )
         mean2, var2, _ = moments(h, mask, AXES, config.reduction)
@@ -248,12 +248,12 @@ def _backward(config: _BlockConfig, residuals, cotangents):
         source, dy = (buffer, dy) if config.save_conv else lax.optimization_barrier((buffer, dy))
         op = Bottleneck(source, mean[..., :c], inv[..., :c], p.scale1, p.bias1, p.kernel1)
         if h is None:
-            h = bottleneck_forward(op, config.num_chunks, config.precision)
+            h = bottleneck_forward(op, config.chunk_size, config.precision)
         parameters2 = p.scale2, p.bias2, p.kernel2
         dh, second = bn_relu_conv_backward(
             config.conv2, dy, h, mean2, inv2, parameters2, mask, count, config.reduction
         )
-        grad, first = bottleneck_backward(op, dh, grad, config.num_chunks, config.precision)
+        grad, first = bottleneck_backward(op, dh, grad, config.chunk_size, config.precision)
         dp = jax.tree.map(
             lambda d, v: d.reshape(v.shape).astype(v.dtype), DenseLayerParams(*first, *second), p
         )

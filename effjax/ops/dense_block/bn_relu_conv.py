@@ -32,7 +32,7 @@ from ..batch_norm.statistics import (
     project,
     psum,
 )
-from .bottleneck import Bottleneck, bottleneck_backward, bottleneck_forward, check_chunks
+from .bottleneck import Bottleneck, bottleneck_backward, bottleneck_forward, rows_per_chunk
 
 
 def bn_relu_conv(
@@ -50,7 +50,7 @@ def bn_relu_conv(
     padding: Any = "SAME",
     kernel_dilation: int | Sequence[int] = 1,
     feature_group_count: int = 1,
-    num_chunks: int | None = None,
+    chunk_size: int | None = None,
     precision: Any = None,
 ) -> tuple[jax.Array, BatchStats]:
     """Apply batch norm, ReLU and a convolution to the concatenation of x.
@@ -76,8 +76,8 @@ def bn_relu_conv(
         padding: likewise.
         kernel_dilation: likewise.
         feature_group_count: likewise.
-        num_chunks: number of chunks of rows of a 1x1 convolution. By default a chunk takes about
-            8 MiB in float32.
+        chunk_size: number of image rows that a 1x1 convolution processes at a time. By default as
+            many as take about 8 MiB of x in float32.
         precision: as in ``jax.lax.conv_general_dilated``.
 
     Returns:
@@ -104,11 +104,12 @@ def bn_relu_conv(
         as_precision(precision),
     )
     # Only a convolution that multiplies each pixel by one matrix can process chunks of rows.
-    chunks: int | None = check_chunks(num_chunks, (*features[0].shape[:3], parameters[0].shape[0]))
+    shape = *features[0].shape[:3], parameters[0].shape[0]
+    rows: int | None = rows_per_chunk(chunk_size, shape)
     if parameters[2].shape[:2] != (1, 1) or not conv.is_pointwise():
-        chunks = None
+        rows = None
     config = _LayerConfig(
-        make_reduction(axis_name, axis_index_groups, stats), check_epsilon(epsilon), conv, chunks
+        make_reduction(axis_name, axis_index_groups, stats), check_epsilon(epsilon), conv, rows
     )
     mask = None if mask is None else check_pixel_mask(mask, features[0])
 
@@ -154,7 +155,7 @@ class _LayerConfig(NamedTuple):
     reduction: Reduction
     epsilon: float
     conv: ConvOptions
-    num_chunks: int | None  # None if the convolution is not pointwise
+    chunk_size: int | None  # None if the convolution is not pointwise
 
 
 # With y the normalized features, z = relu(y) and dz the gradient of z by the convolution:
@@ -173,9 +174,9 @@ def _forward(config: _LayerConfig, features, parameters, mask):
     x = jnp.concatenate(features, -1)
     mean, var, count = moments(x, mask, AXES, config.reduction)
     inv = lax.rsqrt(var + config.epsilon)
-    if config.num_chunks:
+    if config.chunk_size is not None:
         y = bottleneck_forward(
-            Bottleneck(x, mean, inv, *parameters), config.num_chunks, config.conv.precision
+            Bottleneck(x, mean, inv, *parameters), config.chunk_size, config.conv.precision
         )
     else:
         y = config.conv(jax.nn.relu(normalize(x, mean, inv, scale, bias)).astype(x.dtype), kernel)
@@ -187,11 +188,11 @@ def _backward(config: _LayerConfig, residuals, cotangents):
     # Without the barrier, XLA merges the recomputation with the forward pass and keeps the results.
     features, dy = lax.optimization_barrier((features, cotangents[0]))
     x = jnp.concatenate(features, -1)
-    if config.num_chunks:
+    if config.chunk_size is not None:
         op = Bottleneck(x, mean, inv, scale, bias, kernel)
         dx = zeros(x.shape, x.dtype, x)
         dx, (dscale, dbias, dkernel) = bottleneck_backward(
-            op, dy, dx, config.num_chunks, config.conv.precision
+            op, dy, dx, config.chunk_size, config.conv.precision
         )
         # New sums, because those for dx must match its rounded values.
         sums = psum(feature_sums(dx, x, mean, inv, mask, AXES), config.reduction)

@@ -33,17 +33,19 @@ class Bottleneck(NamedTuple):
     kernel: jax.Array  # [1, 1, c, b]
 
 
-def check_chunks(num_chunks: int | None, shape: tuple[int, ...]) -> int:
-    """Return the number of chunks for a buffer of shape [N, H, W, C]."""
-    if num_chunks is not None:
-        return as_integer("num_chunks", num_chunks, 1)
-    return max(1, min(shape[1], round(4 * math.prod(known_sizes(*shape)) / CHUNK_BYTES)))
+def rows_per_chunk(chunk_size: int | None, shape: tuple[int, ...]) -> int:
+    """Return the number of image rows of a chunk, for a buffer of shape [N, H, W, C]."""
+    height = shape[1]
+    if chunk_size is not None:
+        return min(as_integer("chunk_size", chunk_size, 1), height)
+    num_chunks = round(4 * math.prod(known_sizes(*shape)) / CHUNK_BYTES)
+    return -(-height // max(1, min(height, num_chunks)))
 
 
-def bottleneck_forward(op: Bottleneck, num_chunks: int, precision: Any) -> jax.Array:
+def bottleneck_forward(op: Bottleneck, size: int, precision: Any) -> jax.Array:
     """Return the convolution's output, [N, H, W, b]."""
     buffer, kernel = op.buffer, op.kernel[0, 0].astype(op.buffer.dtype)
-    size, count = _split_rows(buffer.shape[1], num_chunks)
+    count = _count_chunks(buffer, size)
 
     def body(j, out):
         start = _start(j, size, buffer)
@@ -59,7 +61,7 @@ def bottleneck_forward(op: Bottleneck, num_chunks: int, precision: Any) -> jax.A
 
 
 def bottleneck_backward(
-    op: Bottleneck, dout: jax.Array, grad: jax.Array, num_chunks: int, precision: Any
+    op: Bottleneck, dout: jax.Array, grad: jax.Array, size: int, precision: Any
 ) -> tuple:
     """Add ``inv * scale * dz`` to the first c channels of `grad`, in place.
 
@@ -73,7 +75,7 @@ def bottleneck_backward(
     buffer, dtype = op.buffer, op.inv.dtype
     kernel = op.kernel[0, 0].astype(buffer.dtype)
     slope = op.inv * op.scale.astype(dtype)
-    size, count = _split_rows(buffer.shape[1], num_chunks)
+    count = _count_chunks(buffer, size)
     overlap = count * size != buffer.shape[1]
 
     def body(j, carry):
@@ -117,10 +119,8 @@ def _activations(op: Bottleneck, buffer: jax.Array, start, size: int) -> tuple:
     return x, y, jax.nn.relu(y).astype(x.dtype)
 
 
-def _split_rows(height: int, num_chunks: int) -> tuple[int, int]:
-    """Return the number of rows per chunk and the number of chunks."""
-    size = -(-height // num_chunks)
-    return size, -(-height // max(size, 1))
+def _count_chunks(buffer: jax.Array, size: int) -> int:
+    return -(-buffer.shape[1] // max(size, 1))
 
 
 def _start(j, size: int, buffer: jax.Array):

@@ -44,7 +44,7 @@ def bind(block, mask=False, **options):
 
 # By name: the shape of the kernel, the options of bn_relu_conv and those of `oracles.conv`.
 CONVS = {
-    "pointwise": ((1, 1, 6, 4), {"num_chunks": 2}, {}),
+    "pointwise": ((1, 1, 6, 4), {"chunk_size": 3}, {}),
     "strided": ((3, 3, 6, 4), {"strides": 2}, {"strides": (2, 2)}),
     "grouped": ((1, 1, 3, 4), {"feature_group_count": 2}, {"feature_group_count": 2}),
     "dilated": (

@@ -1,4 +1,4 @@
-"""Memory of the sampling operators: slices of the work, and residuals."""
+"""Memory of the sampling operators: chunks of the work, and residuals."""
 
 import functools
 import re
@@ -53,7 +53,7 @@ def gradients(run, **options):
 def arguments(run, dtype, shapes):
     """Return abstract arguments, and the bytes that a program may take beside the workspace.
 
-    These are y, its gradient, and gradients in the dtype of accumulation; of attention, also slices
+    These are y, its gradient, and gradients in the dtype of accumulation; of attention, also chunks
     of the locations.
     """
     types = (dtype, "float32", dtype if run is convolve else "float32", "float32")
@@ -67,9 +67,9 @@ def arguments(run, dtype, shapes):
 @own_rules_or_xla
 @vary("dtype, height", [("float32", 47), ("bfloat16", 23)])
 def test_convolution_stays_under_the_workspace(implementation, dtype, height):
-    """The last slice is smaller."""
+    """The last chunk is smaller."""
     args, others = arguments(convolve, dtype, conv_shapes(height))
-    run = gradients(convolve, workspace_bytes=2**21, implementation=implementation)
+    run = gradients(convolve, chunk_bytes=2**21, implementation=implementation)
     memory = jax.jit(run).lower(*args).compile().memory_analysis()
     assert memory.temp_size_in_bytes <= 2**21 + others
 
@@ -89,7 +89,7 @@ def test_attention_has_no_array_of_all_samples(implementation, dtype):
     """No program has an array [queries, levels, points, channels]."""
     args, others = arguments(attend, dtype, attention_shapes(1000))
     samples = args[2].size * 32
-    run = gradients(attend, workspace_bytes=2**19, implementation=implementation)
+    run = gradients(attend, chunk_bytes=2**19, implementation=implementation)
     program = jax.jit(run).lower(*args).compile()
     assert program.memory_analysis().temp_size_in_bytes <= 2**19 + others < 4 * samples
     assert largest(program.as_text()) <= samples / 4
@@ -113,9 +113,9 @@ def test_pooling_has_no_axis_of_samples(implementation):
     ids=["conv", "attention"],
 )
 def test_memory_on_a_gpu(run, shapes, workspace):
-    """A program that was traced for a CPU before has the slices of a GPU."""
+    """A program that was traced for a CPU before has the chunks of a GPU."""
     args, others = arguments(run, "bfloat16", shapes)
-    jitted = jax.jit(gradients(run, workspace_bytes=workspace, implementation="xla"))
+    jitted = jax.jit(gradients(run, chunk_bytes=workspace, implementation="xla"))
     jitted.trace(*args)
     planned = plan(jitted, *args)
     assert planned.device.temporaries <= workspace + others
@@ -145,7 +145,7 @@ def test_memory_on_a_gpu(run, shapes, workspace):
     ],
 )
 def test_default_workspace_on_a_tpu(run, shapes):
-    """The temporaries of both passes take no more than the default of `workspace_bytes`.
+    """The temporaries of both passes take no more than the default of `chunk_bytes`.
 
     Shapes are those of detectors, and awkward ones with few channels or many heads.
     """
@@ -165,7 +165,7 @@ def test_default_workspace_on_a_tpu(run, shapes):
     ids=["conv", "attention"],
 )
 @pytest.mark.parametrize("platforms", [("cpu", "cuda"), ("cuda", "cpu")], ids=str)
-def test_each_platform_has_its_slices(run, shapes, platforms):
+def test_each_platform_has_its_chunks(run, shapes, platforms):
     """Those of a CPU are smaller; the order of tracing must not matter."""
     args, _ = arguments(run, "float32", shapes)
     jitted = jax.jit(lambda *args: run(*args, implementation="xla"))

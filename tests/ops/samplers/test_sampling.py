@@ -54,11 +54,11 @@ def test_oracle_gradients_match_differences(operator):
 @double
 @own_rules_or_xla
 @vary("name, kilobytes", [("conv", 36), ("conv", 4), ("conv", 150), ("attention", 1)])
-def test_slices(name, kilobytes, implementation):
-    """Slices of one element, of all, and slices whose last one is smaller."""
+def test_chunks(name, kilobytes, implementation):
+    """Chunks of one element, of all, and chunks whose last one is smaller."""
     case = {"conv": "one_sided", "attention": "levels"}[name]
     c = OPERATORS[name].make(case, batch=3)
-    got = c.got(implementation, workspace_bytes=1000 * kilobytes)
+    got = c.got(implementation, chunk_bytes=1000 * kilobytes)
     assert_trees_close(got, c.want(), 1e-13)
 
 
@@ -85,11 +85,11 @@ def test_float32_matches_float64_oracle(operator, implementation):
     ids=["attention", "dcn", "roi", "roi by_position"],
 )
 def test_half_precision_rounds_once(operator, case, options, image, others, implementation):
-    """Positions and sums, in slices too, are float32; results are rounded to the dtypes."""
+    """Positions and sums, in chunks too, are float32; results are rounded to the dtypes."""
     c = operator.make(case, **options)
     c.cast(image, *[others] * (c.differentiable - 1), "float32")
-    slices = {"workspace_bytes": 20_000} if operator.options else {}
-    got, want = c.got(implementation, **slices), c.want()
+    chunks = {"chunk_bytes": 20_000} if operator.options else {}
+    got, want = c.got(implementation, **chunks), c.want()
     assert [str(a.dtype) for a in got] == [image, image, *[others] * (c.differentiable - 1)]
     for a, b in zip(got, want, strict=True):
         half = 0.51 * float(jnp.finfo(a.dtype).eps)
@@ -120,7 +120,7 @@ def test_forward_mode_and_second_order_of_xla(name, mode, order):
     # JAX differentiates pooling only with a fixed number of samples.
     case = {"conv": ["one_sided"], "roi": ["offset"]}.get(name, [])
     c = operator.derivatives(*case)
-    options = {} if operator is ROI else {"workspace_bytes": 1}
+    options = {} if operator is ROI else {"chunk_bytes": 1}
     f, n = c.bind("xla", **options), c.differentiable
     run = jax.jit(lambda *args: f(*args, *c.args[n:]))
     check_grads(run, c.args[:n], order=order, modes=[mode], atol=1e-5, rtol=1e-5, eps=1e-5)
@@ -149,11 +149,11 @@ def test_runs_are_equal_to_the_bit(operator, optimized):
     ],
     ids=["attention", "conv", "dcn", "roi"],
 )
-def test_slices_of_a_tpu(operator, case, options, implementation, monkeypatch):
+def test_chunks_of_a_tpu(operator, case, options, implementation, monkeypatch):
     """Programs that are traced for a TPU; they run on the CPU here."""
     c = operator.make(case, **options)
-    monkeypatch.setattr(roi_reference, "TPU_SLICE_BYTES", 100_000)
-    options = {} if operator is ROI else {"workspace_bytes": 200_000}
+    monkeypatch.setattr(roi_reference, "TPU_CHUNK_BYTES", 100_000)
+    options = {} if operator is ROI else {"chunk_bytes": 200_000}
     with trace_for_platform("tpu"):
         got = c.got(implementation, **options)
     assert_trees_close(got, c.want(), 1e-12)

@@ -67,7 +67,7 @@ def test_deform_conv():
 
 
 def test_deform_attention():
-    options = {"levels": Levels(((8, 8), (4, 4)), normalized=True), "workspace_bytes": 1}
+    options = {"levels": Levels(((8, 8), (4, 4)), normalized=True), "chunk_bytes": 1}
     value, points = shape(2, 80, 2, 32), (2, 2, 2, 2, 4)  # few samples: not all pixels are read
     args = value, shape(*points, 2), shape(*points)
     samples, numbers, y = 64 * 32, 4 * 64, 4 * 2 * 2 * 2 * 32

@@ -16,8 +16,8 @@ from ..kernels import Choice, choose, select
 from . import native, reference
 from .reference import Levels
 
-CPU_SLICE_BYTES = 4 * 2**20  # larger slices do not fit into a CPU's caches; a GPU is unaffected
-TPU_SLICE_BYTES = 32 * 2**20  # larger ones do not fit into the memory on the chip (as planned)
+CPU_CHUNK_BYTES = 4 * 2**20  # larger chunks do not fit into a CPU's caches; a GPU is unaffected
+TPU_CHUNK_BYTES = 32 * 2**20  # larger ones do not fit into the memory on the chip (as planned)
 
 
 @follow_arrays
@@ -29,7 +29,7 @@ def ms_deform_attn(
     *,
     implementation: Literal["native", "xla"] | None = None,
     deterministic: bool = False,
-    workspace_bytes: int = 256 * 2**20,
+    chunk_bytes: int = 256 * 2**20,
 ) -> jax.Array:
     """Sum weighted samples of each level at the locations of each query and head.
 
@@ -56,9 +56,9 @@ def ms_deform_attn(
             and second derivatives need "xla".
         deterministic: on a GPU, sum the gradient of value in a fixed order. On a CPU it always is;
             "xla" on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
-        workspace_bytes: upper limit for the samples where XLA computes them (for each example of a
-            vmap with "xla"), and for the sort of `deterministic`. Queries are computed in slices
-            that fit, of at least one query. On a CPU slices are at most 4 MiB, which is faster, and
+        chunk_bytes: upper limit for the samples where XLA computes them (for each example of a
+            vmap with "xla"), and for the sort of `deterministic`. Queries are computed in chunks
+            that fit, of at least one query. On a CPU chunks are at most 4 MiB, which is faster, and
             on a TPU 32 MiB, with padding (see docs/planner.md). Native code stores no samples.
 
     Returns:
@@ -84,7 +84,7 @@ def ms_deform_attn(
     levels = Levels(shapes, normalized=True)
     dtypes = value.dtype, locations.dtype, weights.dtype
     static = make_static(
-        "ms_deform_attn", levels, dtypes, implementation, deterministic, workspace_bytes
+        "ms_deform_attn", levels, dtypes, implementation, deterministic, chunk_bytes
     )
     return _ms_deform_attn(static, value, locations, weights)
 
@@ -103,7 +103,7 @@ class Static(NamedTuple):
 
     levels: Levels
     choice: Choice
-    workspace_bytes: int
+    chunk_bytes: int
 
 
 def make_static(
@@ -112,16 +112,16 @@ def make_static(
     dtypes: Iterable[Any],
     implementation: Any,
     deterministic: Any,
-    workspace_bytes: Any,
+    chunk_bytes: Any,
 ) -> Static:
     """Validate the options of an operator and return its static configuration."""
-    workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
+    chunk_bytes = as_integer("chunk_bytes", chunk_bytes, 1)
     choice = choose(operator, "ms_deform_attn", implementation, deterministic, dtypes)
     platform = traced_platform()
     if platform in ("cpu", "tpu"):
-        slice_bytes = CPU_SLICE_BYTES if platform == "cpu" else TPU_SLICE_BYTES
-        workspace_bytes = min(workspace_bytes, slice_bytes)
-    return Static(levels, choice, workspace_bytes)
+        limit = CPU_CHUNK_BYTES if platform == "cpu" else TPU_CHUNK_BYTES
+        chunk_bytes = min(chunk_bytes, limit)
+    return Static(levels, choice, chunk_bytes)
 
 
 def attend(static: Static, value: jax.Array, locations: jax.Array, weights: jax.Array) -> jax.Array:
@@ -170,7 +170,7 @@ def _operator(static: Static) -> Callable:
 
 
 def _options(static: Static) -> dict[str, Any]:
-    return dict(levels=static.levels, workspace_bytes=static.workspace_bytes)
+    return dict(levels=static.levels, chunk_bytes=static.chunk_bytes)
 
 
 def as_spatial_shapes(spatial_shapes: Any) -> tuple[tuple[int, int], ...]:

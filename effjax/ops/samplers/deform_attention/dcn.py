@@ -43,7 +43,7 @@ def dcn_aggregate(
     offset_groups: int | None = None,
     implementation: Literal["native", "xla"] | None = None,
     deterministic: bool = False,
-    workspace_bytes: int = 256 * 2**20,
+    chunk_bytes: int = 256 * 2**20,
 ) -> jax.Array:
     """Sum weighted samples around each pixel in groups of channels: the core of DCNv3 and DCNv4.
 
@@ -72,7 +72,7 @@ def dcn_aggregate(
         implementation: as in `effjax.ms_deform_attn`, which shares the native code.
         deterministic: on a GPU, sum the gradient of x in a fixed order, as in
             `effjax.ms_deform_attn`.
-        workspace_bytes: as in `effjax.ms_deform_attn`.
+        chunk_bytes: as in `effjax.ms_deform_attn`.
 
     Returns:
         y [N, Ho, Wo, G * D] of x's dtype.
@@ -110,7 +110,7 @@ def dcn_aggregate(
     levels = Levels(((x.shape[1], x.shape[2]),), normalized=False)
     dtypes = x.dtype, offset.dtype, mask.dtype
     static = make_static(
-        "dcn_aggregate", levels, dtypes, implementation, deterministic, workspace_bytes
+        "dcn_aggregate", levels, dtypes, implementation, deterministic, chunk_bytes
     )
     return _dcn_aggregate(static, window, groups, x, offset, mask)
 

@@ -10,13 +10,13 @@ from jax import lax
 
 from ..._common.platform import known_sizes
 from ..._common.sharding import match_varying, zeros
+from ..chunks import split
 from ..kernels import SAMPLE_FLOPS, call_native, count_bytes, count_sampled_bytes, result_type
-from ..slices import split
 from . import reference
 from .reference import Levels
 
 
-def attend(value, locations, weights, *, levels: Levels, workspace_bytes: int) -> jax.Array:
+def attend(value, locations, weights, *, levels: Levels, chunk_bytes: int) -> jax.Array:
     """Implement `reference.attend`."""
     args = match_varying((value, locations, weights))
     value, locations, weights = args
@@ -37,9 +37,7 @@ def _count_samples(value, weights) -> int:
     return math.prod(weights.shape) * value.shape[-1]
 
 
-def attend_backward(
-    *args, levels: Levels, workspace_bytes: int, skip_dvalue: bool = False
-) -> tuple:
+def attend_backward(*args, levels: Levels, chunk_bytes: int, skip_dvalue: bool = False) -> tuple:
     """Implement `reference.attend_backward`. With `skip_dvalue`, dvalue has size 0."""
     value, locations, weights, dy = args = match_varying(args)
     n, pixels, *head = value.shape
@@ -64,29 +62,27 @@ def attend_backward(
 _SORT_BYTES = 4 * 4 * (1 + 2 * 2)
 
 
-def sorted_attend_backward(*args, levels: Levels, workspace_bytes: int) -> tuple:
+def sorted_attend_backward(*args, levels: Levels, chunk_bytes: int) -> tuple:
     """Compute all gradients; dvalue without atomic additions, whose order varies on a GPU.
 
     The corners of the samples are sorted by their pixel, and the corners of each pixel are summed
-    in that order. Slices of queries, one after the other, limit the memory of the sort.
+    in that order. Chunks of queries, one after the other, limit the memory of the sort.
     """
     value, locations, weights, dy = args = match_varying(args)
-    _, *gradients = attend_backward(
-        *args, levels=levels, workspace_bytes=workspace_bytes, skip_dvalue=True
-    )
+    _, *gradients = attend_backward(*args, levels=levels, chunk_bytes=chunk_bytes, skip_dvalue=True)
     n, queries, heads, *of_head, _ = known_sizes(*locations.shape)
     per_query = max(n * heads * math.prod(of_head) * _SORT_BYTES, 1)
-    size = max(1, min(workspace_bytes // per_query, queries))
+    size = max(1, min(chunk_bytes // per_query, queries))
     size = math.ceil(queries / max(math.ceil(queries / size), 1))
     dvalue = zeros(value.shape, weights.dtype, value)
     if queries <= size:
         return _add_sorted(dvalue, locations, weights, dy, levels), *gradients
 
-    def run(dvalue, slices):
-        return _add_sorted(dvalue, *slices, levels=levels), None
+    def run(dvalue, chunks):
+        return _add_sorted(dvalue, *chunks, levels=levels), None
 
-    slices = [split(a, size) for a in (locations, weights, dy)]
-    dvalue, _ = lax.scan(run, dvalue, slices)
+    chunks = [split(a, size) for a in (locations, weights, dy)]
+    dvalue, _ = lax.scan(run, dvalue, chunks)
     return dvalue, *gradients
 
 

@@ -1,4 +1,4 @@
-"""Deformable attention in plain XLA, in slices of queries and with all derivatives.
+"""Deformable attention in plain XLA, in chunks of queries and with all derivatives.
 
 This is the definition of the two functions that the custom calls in `native.py` compute.
 """
@@ -15,7 +15,7 @@ from jax import lax
 
 from ..._common.platform import array_bytes, known_sizes, traced_platform
 from ..._common.sharding import match_varying, zeros
-from ..slices import join, split
+from ..chunks import join, split
 
 
 class Levels(NamedTuple):
@@ -25,9 +25,9 @@ class Levels(NamedTuple):
     normalized: bool  # locations are fractions of a level's size; else pixels, integer at centers
 
 
-# Simultaneous copies of a slice's samples in memory, in either pass, as measured.
+# Simultaneous copies of a chunk's samples in memory, in either pass, as measured.
 SAMPLE_COPIES = 4
-TPU_QUERIES = 128  # of a slice that is sliced again
+TPU_QUERIES = 128  # of a chunk that is split again
 
 
 def attend(
@@ -36,23 +36,23 @@ def attend(
     weights: jax.Array,
     *,
     levels: Levels,
-    workspace_bytes: int,
+    chunk_bytes: int,
 ) -> jax.Array:
-    """Sum the weighted samples of each query, in slices that are recomputed for each derivative.
+    """Sum the weighted samples of each query, in chunks that are recomputed for each derivative.
 
     Args:
         value: [N, S, M, D].
         locations: [N, Q, M, L, P, 2], (x, y); at least float32.
         weights: [N, Q, M, L, P], of the dtype of locations.
         levels: layout of value.
-        workspace_bytes: upper limit for the samples of a slice.
+        chunk_bytes: upper limit for the samples of a chunk.
 
     Returns:
         [N, Q, M, D] of value's dtype.
     """
-    # Widened outside of the slices, so that the gradient is summed over them in the wide dtype.
+    # Widened outside of the chunks, so that the gradient is summed over them in the wide dtype.
     wide_value = value.astype(weights.dtype)
-    run = functools.partial(_attend_in_slices, levels=levels, workspace_bytes=workspace_bytes)
+    run = functools.partial(_attend_in_chunks, levels=levels, chunk_bytes=chunk_bytes)
     return jax.checkpoint(run)(wide_value, locations, weights).astype(value.dtype)
 
 
@@ -63,7 +63,7 @@ def attend_backward(
     dy: jax.Array,
     *,
     levels: Levels,
-    workspace_bytes: int,
+    chunk_bytes: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of value, locations and weights, all of the dtype of weights.
 
@@ -77,45 +77,43 @@ def attend_backward(
     # Pixels and heads are one axis, so that a TPU scatters into the carry without copying it.
     dvalue = zeros((n, pixels * heads, depth), dtype, rows)
     dvalue, *gradients = _add_gradients(
-        dvalue, rows, *arrays, levels=levels, workspace_bytes=workspace_bytes
+        dvalue, rows, *arrays, levels=levels, chunk_bytes=chunk_bytes
     )
     return dvalue.reshape(value.shape), *gradients
 
 
-def _attend_in_slices(value, locations, weights, levels: Levels, workspace_bytes: int) -> jax.Array:
+def _attend_in_chunks(value, locations, weights, levels: Levels, chunk_bytes: int) -> jax.Array:
     rows, locations, weights = match_varying((_pack_heads(value), locations, weights))
-    y = _attend_rows(rows, locations, weights, levels, workspace_bytes)
+    y = _attend_rows(rows, locations, weights, levels, chunk_bytes)
     return y.reshape(*locations.shape[:3], value.shape[3])
 
 
-def _attend_rows(rows, locations, weights, levels: Levels, workspace_bytes: int) -> jax.Array:
-    """Return y [N, Q, M / k, k * D], in slices of queries."""
-    queries, size = locations.shape[1], _queries_per_slice(rows, locations, workspace_bytes)
+def _attend_rows(rows, locations, weights, levels: Levels, chunk_bytes: int) -> jax.Array:
+    """Return y [N, Q, M / k, k * D], in chunks of queries."""
+    queries, size = locations.shape[1], _queries_per_chunk(rows, locations, chunk_bytes)
     if queries <= size:
-        return _attend_slice(rows, locations, weights, levels)
-    run = functools.partial(_attend_rows, levels=levels, workspace_bytes=workspace_bytes)
+        return _attend_chunk(rows, locations, weights, levels)
+    run = functools.partial(_attend_rows, levels=levels, chunk_bytes=chunk_bytes)
     run = jax.checkpoint(run)
-    slices = split(locations, size), split(weights, size)
-    _, y = lax.scan(lambda carry, arrays: (carry, run(rows, *arrays)), None, slices)
+    chunks = split(locations, size), split(weights, size)
+    _, y = lax.scan(lambda carry, arrays: (carry, run(rows, *arrays)), None, chunks)
     return join(y)[:, :queries]
 
 
-def _add_gradients(
-    dvalue, rows, locations, weights, dy, levels: Levels, workspace_bytes: int
-) -> tuple:
-    """Add the gradient of rows to dvalue, slice by slice; return it, dlocations and dweights."""
-    queries, size = locations.shape[1], _queries_per_slice(rows, locations, workspace_bytes)
+def _add_gradients(dvalue, rows, locations, weights, dy, levels: Levels, chunk_bytes: int) -> tuple:
+    """Add the gradient of rows to dvalue, chunk by chunk; return it, dlocations and dweights."""
+    queries, size = locations.shape[1], _queries_per_chunk(rows, locations, chunk_bytes)
     if queries <= size:
-        return _add_slice_gradients(dvalue, rows, locations, weights, dy, levels)
+        return _add_chunk_gradients(dvalue, rows, locations, weights, dy, levels)
 
     # In the loop, the axes after Q are one axis, which a TPU pads less.
     arrays = locations, weights, dy
     shapes = [(a.shape[0], size, *a.shape[2:]) for a in arrays]
 
-    def run(dvalue, slices):
-        slices = (a.reshape(shape) for a, shape in zip(slices, shapes, strict=True))
+    def run(dvalue, chunks):
+        chunks = (a.reshape(shape) for a, shape in zip(chunks, shapes, strict=True))
         dvalue, *gradients = _add_gradients(
-            dvalue, rows, *slices, levels=levels, workspace_bytes=workspace_bytes
+            dvalue, rows, *chunks, levels=levels, chunk_bytes=chunk_bytes
         )
         return dvalue, [_flatten(d) for d in gradients]
 
@@ -141,16 +139,16 @@ def _pack_heads(a: jax.Array) -> jax.Array:
     return a.reshape(n, pixels, heads // count, count * depth)
 
 
-def _queries_per_slice(rows: jax.Array, locations: jax.Array, workspace_bytes: int) -> int:
-    """Return the number of queries of a slice; slices are of equal size, and as few as fit.
+def _queries_per_chunk(rows: jax.Array, locations: jax.Array, chunk_bytes: int) -> int:
+    """Return the number of queries of a chunk; chunks are of equal size, and as few as fit.
 
     On a TPU, queries are the last axis of locations and weights in memory, which is padded to 128.
-    Slices of many queries are therefore sliced again.
+    Chunks of many queries are therefore split again.
     """
     queries = locations.shape[1]
     samples = math.prod(known_sizes(*locations.shape[:5])), rows.shape[-1]
     total = max(SAMPLE_COPIES * array_bytes(samples, locations.dtype), 1)
-    most = max(1, min(queries * workspace_bytes // total, queries))
+    most = max(1, min(queries * chunk_bytes // total, queries))
     multiple = 1
     if traced_platform() == "tpu" and most < queries and queries > TPU_QUERIES:
         most, multiple = max(most, TPU_QUERIES), 128
@@ -158,7 +156,7 @@ def _queries_per_slice(rows: jax.Array, locations: jax.Array, workspace_bytes: i
     return math.ceil(size / multiple) * multiple
 
 
-def _attend_slice(rows, locations, weights, levels: Levels) -> jax.Array:
+def _attend_chunk(rows, locations, weights, levels: Levels) -> jax.Array:
     """Return y of these queries, [N, Q, M / k, k * D]."""
     x, y, inside = _positions(locations, levels)  # [N, Q, M, L, P]
     x0, y0 = jnp.floor(x), jnp.floor(y)
@@ -183,7 +181,7 @@ def corners(locations: jax.Array, levels: Levels) -> tuple[jax.Array, jax.Array]
     return index, valid & inside[..., None]
 
 
-def _add_slice_gradients(dvalue, rows, locations, weights, dy, levels: Levels) -> tuple:
+def _add_chunk_gradients(dvalue, rows, locations, weights, dy, levels: Levels) -> tuple:
     """Add these queries to dvalue [N, S * M / k, k * D]; return it, dlocations and dweights."""
     dy = dy[:, :, None]  # [N, Q, 1, M / k, k * D]
     heads, dots = weights.shape[2], {}  # dot products with each corner's pixel, [N, Q, M, L, P]

@@ -30,11 +30,11 @@ from . import chunks, native, xla
 from .chunks import Sampler, Static
 from .reference import Geometry
 
-# Slices of this size fit into a CPU's caches; larger ones are slower. A GPU's caches hold 50 MB,
-# but each slice launches five kernels forward and eight backward: the best size there has not been
+# Chunks of this size fit into a CPU's caches; larger ones are slower. A GPU's caches hold 50 MB,
+# but each chunk launches five kernels forward and eight backward: the best size there has not been
 # measured.
-CPU_SLICE_BYTES = {None: 24 * 2**20, "native": 24 * 2**20, "xla": 64 * 2**20}
-TPU_SLICE_BYTES = 64 * 2**20  # larger ones do not fit into the memory on the chip (as planned)
+CPU_CHUNK_BYTES = {None: 24 * 2**20, "native": 24 * 2**20, "xla": 64 * 2**20}
+TPU_CHUNK_BYTES = 64 * 2**20  # larger ones do not fit into the memory on the chip (as planned)
 
 
 @with_torch_hints
@@ -54,7 +54,7 @@ def deform_conv2d(
     implementation: Literal["native", "xla"] | None = None,
     precision: Any = None,
     deterministic: bool = False,
-    workspace_bytes: int = 256 * 2**20,
+    chunk_bytes: int = 256 * 2**20,
 ) -> jax.Array:
     """Convolve `x` with a kernel whose taps have offsets.
 
@@ -90,13 +90,13 @@ def deform_conv2d(
         precision: of the matrix products, as in ``jax.lax.dot_general``.
         deterministic: on a GPU, sum the gradient of x in a fixed order. On a CPU it always is;
             "xla" on a GPU follows XLA's own ``--xla_gpu_deterministic_ops``.
-        workspace_bytes: upper limit for the samples, and the sort of `deterministic`, in either
-            pass (for each example of a vmap with "xla"). The output is computed in slices of rows
+        chunk_bytes: upper limit for the samples, and the sort of `deterministic`, in either
+            pass (for each example of a vmap with "xla"). The output is computed in chunks of rows
             that fit, of at least one row. On top come offset, mask, and the gradients of x, offset
-            and mask, in float32. On a CPU slices are at most 24 MiB ("xla": 64), which is
+            and mask, in float32. On a CPU chunks are at most 24 MiB ("xla": 64), which is
             faster. On a TPU they are at most 64 MiB, with padding (see docs/planner.md). With
             "xla", jit over Auto mesh axes counts the whole batch, and reduces the gradient of the
-            kernel once per slice.
+            kernel once per chunk.
 
     Returns:
         y [N, Ho, Wo, O] of x's dtype.
@@ -121,7 +121,7 @@ def deform_conv2d(
         x, offset, kernel, mask, bias, strides, padding, kernel_dilation, feature_groups,
         offset_groups,
     )  # fmt: skip
-    workspace_bytes = as_integer("workspace_bytes", workspace_bytes, 1)
+    chunk_bytes = as_integer("chunk_bytes", chunk_bytes, 1)
     precision = as_precision(precision)
     if precision is None:
         # Resolved here: XLA partitions programs in threads that do not see a `with` statement.
@@ -129,11 +129,11 @@ def deform_conv2d(
     dtypes, platform = (x.dtype, offset.dtype), traced_platform()
     choice = choose("deform_conv2d", "deform_conv2d", implementation, deterministic, dtypes)
     if platform == "cpu":
-        workspace_bytes = min(workspace_bytes, CPU_SLICE_BYTES[implementation])
+        chunk_bytes = min(chunk_bytes, CPU_CHUNK_BYTES[implementation])
     if platform == "tpu":
-        workspace_bytes = min(workspace_bytes, TPU_SLICE_BYTES)
+        chunk_bytes = min(chunk_bytes, TPU_CHUNK_BYTES)
     sampler = _select_sampler(choice, platform)
-    static = Static(geometry, feature_groups, sampler, precision, workspace_bytes)
+    static = Static(geometry, feature_groups, sampler, precision, chunk_bytes)
     return _deform_conv2d(static, implementation == "xla", (x, offset, mask), (kernel, bias))
 
 
@@ -168,7 +168,7 @@ def _deform_conv2d_of_device(
 #   dx[r] = sum_(p, k) mask[p, k] w_r(q) dc[p, k]
 #
 # where x(q) = sum_r w_r(q) x[r] over the four pixels r around q. The columns have K times as many
-# values as x. Both passes therefore compute them in slices of output rows (see chunks.py), and only
+# values as x. Both passes therefore compute them in chunks of output rows (see chunks.py), and only
 # the inputs are residuals.
 
 

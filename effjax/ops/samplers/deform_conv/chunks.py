@@ -1,6 +1,6 @@
 """Forward and backward pass on each device's images, a few output rows at a time.
 
-The columns of a few rows are sampled, multiplied with the kernel and discarded. The slices are of
+The columns of a few rows are sampled, multiplied with the kernel and discarded. The chunks are of
 rows and not of images, because jit shards the batch axis: slices of a sharded axis would be
 gathered.
 
@@ -24,7 +24,7 @@ from .reference import Geometry
 
 
 class Sampler(NamedTuple):
-    """Implementation of `reference.columns` and its gradient for a slice of rows."""
+    """Implementation of `reference.columns` and its gradient for a chunk of rows."""
 
     # (x, offset, mask, row, geometry=, rows=) -> the columns of the rows [row, row + rows)
     columns: Callable
@@ -44,7 +44,7 @@ class Static(NamedTuple):
     feature_groups: int
     sampler: Sampler
     precision: Any
-    workspace_bytes: int  # of one slice
+    chunk_bytes: int  # of one chunk
 
 
 def forward(static: Static, x, offset, mask, kernel) -> jax.Array:
@@ -63,7 +63,7 @@ def forward(static: Static, x, offset, mask, kernel) -> jax.Array:
         return (lax.dynamic_update_slice_in_dim(y, y_rows, start, 2),)
 
     y = zeros((*images, *offset.shape[1:3], kernel.shape[-1]), x.dtype, x)
-    rows = rows_per_slice(static, x, offset, kernel, sample_bytes)
+    rows = rows_per_chunk(static, x, offset, kernel, sample_bytes)
     return _loop_over_rows(body, (y,), offset.shape[1], rows)[0]
 
 
@@ -97,18 +97,18 @@ def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
     transposed = (images[0], groups, outputs, taps, channels)
     shapes = (x.shape, offset.shape, mask.shape, transposed)
     carry = tuple(zeros(shape, offset.dtype, x) for shape in shapes)
-    rows = rows_per_slice(static, x, offset, kernel, sample_bytes, static.sampler.tap_bytes)
+    rows = rows_per_chunk(static, x, offset, kernel, sample_bytes, static.sampler.tap_bytes)
     *image_gradients, dkernel = _loop_over_rows(body, carry, offset.shape[1], rows)
     dx, doffset, dmask = (a.reshape(*images, *a.shape[1:]) for a in image_gradients)
     dkernel = dkernel.transpose(0, 3, 4, 1, 2).reshape(images[0], *kernel.shape[1:])
     return dx.astype(x.dtype), doffset, dmask, dkernel
 
 
-def rows_per_slice(static: Static, x, offset, kernel, sample_bytes: int, tap_bytes: int = 0) -> int:
-    """Return the number of output rows of a slice, at least one.
+def rows_per_chunk(static: Static, x, offset, kernel, sample_bytes: int, tap_bytes: int = 0) -> int:
+    """Return the number of output rows of a chunk, at least one.
 
-    A smaller last slice may have a workspace in addition to that of the others: both together stay
-    below the limit. Of all such sizes, choose the one with the fewest slices.
+    A smaller last chunk may have a workspace in addition to that of the others: both together stay
+    below the limit. Of all such sizes, choose the one with the fewest chunks.
     """
     n, height, width = known_sizes(*offset.shape[:3])
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
@@ -119,21 +119,21 @@ def rows_per_slice(static: Static, x, offset, kernel, sample_bytes: int, tap_byt
     # The numbers of the columns of a row, with the padding of a TPU.
     numbers = array_bytes((n, width, *last), offset.dtype) // offset.dtype.itemsize
     row_bytes = numbers * sample_bytes + n * width * pixel
-    most = static.workspace_bytes // max(row_bytes, 1)
+    most = static.chunk_bytes // max(row_bytes, 1)
     most = max(1, min(height, most))
     fitting = (rows for rows in range(1, most + 1) if rows + height % rows <= most)
     return min(fitting, key=lambda rows: math.ceil(height / rows) + (height % rows > 0))
 
 
 def _loop_over_rows(body: Callable, carry: tuple, height: int, rows: int) -> tuple:
-    """Run ``carry = body(start, rows, carry)`` on all slices; the last one may be smaller."""
+    """Run ``carry = body(start, rows, carry)`` on all chunks; the last one may be smaller."""
     count, rest = divmod(height, rows)
     if count > 1:
         carry = lax.fori_loop(0, count, lambda j, carry: body(j * rows, rows, carry), carry)
     else:
         carry = body(jnp.int32(0), rows, carry)
     if rest:
-        # The barrier runs the last slice after the others, so that it can reuse their workspace.
+        # The barrier runs the last chunk after the others, so that it can reuse their workspace.
         start, carry = lax.optimization_barrier((jnp.int32(count * rows), carry))
         carry = body(start, rest, carry)
     return carry

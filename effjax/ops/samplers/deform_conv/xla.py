@@ -31,10 +31,10 @@ def columns_backward(
     """Implement `Sampler.columns_backward` with the reference."""
     rows = dcolumns.shape[1]
     offset, mask = (lax.dynamic_slice_in_dim(a, row[0], rows, 1) for a in (offset, mask))
-    dx, *slices = reference.columns_backward(x, offset, mask, row, dcolumns, dx, geometry)
+    dx, *parts = reference.columns_backward(x, offset, mask, row, dcolumns, dx, geometry)
     doffset, dmask = (
         lax.dynamic_update_slice_in_dim(whole, part, row[0], 1)
-        for whole, part in zip((doffset, dmask), slices, strict=True)
+        for whole, part in zip((doffset, dmask), parts, strict=True)
     )
     return dx, doffset, dmask
 
@@ -45,7 +45,7 @@ SAMPLER = Sampler(columns, columns_backward, _sample_bytes)
 def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:
     """Convolve x [N, H, W, C] with kernel [kh, kw, C / groups, O], with all derivatives.
 
-    The output is computed in slices of rows, which are sampled again for each derivative.
+    The output is computed in chunks of rows, which are sampled again for each derivative.
 
     Returns:
         [N, Ho, Wo, O] of x's dtype.
@@ -54,10 +54,10 @@ def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:
     n, height = offset.shape[:2]
     copies = 8 if traced_platform() == "tpu" else 16  # as planned; as measured
     sample_bytes = copies * max(4, x.dtype.itemsize)
-    rows = chunks.rows_per_slice(static, x, offset, kernel, sample_bytes)
+    rows = chunks.rows_per_chunk(static, x, offset, kernel, sample_bytes)
     count, rest = divmod(height, rows)
-    # x and kernel are widened outside of the slices, so that their gradients are summed over the
-    # slices in the wide dtype.
+    # x and kernel are widened outside of the chunks, so that their gradients are summed over the
+    # chunks in the wide dtype.
     wide_x, wide_kernel = x.astype(dtype), kernel.astype(dtype)
 
     @jax.checkpoint
@@ -78,7 +78,7 @@ def deform_conv_xla(static: Static, x, offset, mask, kernel) -> jax.Array:
     else:
         starts = jnp.arange(count, dtype=jnp.int32) * rows
         _, y = lax.scan(
-            lambda carry, slices: (carry, convolve_rows(shared, *slices)),
+            lambda carry, arrays: (carry, convolve_rows(shared, *arrays)),
             None,
             (starts, split_rows(offset), split_rows(mask)),
         )

@@ -17,11 +17,11 @@ from jax import lax
 
 from ..._common.platform import array_bytes, traced_platform
 from ..._common.sharding import match_varying, zeros
-from ..slices import join, split
+from ..chunks import join, split
 
-# A TPU stores the pixels of one sample of each bin, several times. These slices, of padded bytes,
+# A TPU stores the pixels of one sample of each bin, several times. These chunks, of padded bytes,
 # stay in the memory on the chip (as planned, not measured). Other platforms fuse the samples.
-TPU_SLICE_BYTES = 64 * 2**20
+TPU_CHUNK_BYTES = 64 * 2**20
 SAMPLE_COPIES = 6
 
 
@@ -58,20 +58,20 @@ def pool(
     Returns:
         [N, R, P, C] of x's dtype.
     """
-    run = functools.partial(_pool_slice, pooling=pooling)
+    run = functools.partial(_pool_chunk, pooling=pooling)
     arrays, boxes = (first, step, count, initial), first.shape[1]
-    size = _boxes_per_slice(x, first, pooling)
+    size = _boxes_per_chunk(x, first, pooling)
     if boxes <= size:
         return run(x, *arrays)
     x, *arrays = match_varying((x, *arrays))
     run = jax.checkpoint(run)
     # The boxes of the padding have no samples.
-    slices = [split(a, size) for a in arrays]
-    _, y = lax.scan(lambda carry, slices: (carry, run(x, *slices)), None, slices)
+    chunks = [split(a, size) for a in arrays]
+    _, y = lax.scan(lambda carry, chunks: (carry, run(x, *chunks)), None, chunks)
     return join(y)[:, :boxes]
 
 
-def _pool_slice(x, first, step, count, initial, pooling: Pooling) -> jax.Array:
+def _pool_chunk(x, first, step, count, initial, pooling: Pooling) -> jax.Array:
     n, boxes, bins, groups, _ = first.shape
     size, pixels = x.shape[1:3], _pixels(x, groups, pooling)
 
@@ -108,21 +108,21 @@ def pool_backward(
     clamped to the outermost pixels. At integer positions it is the right-sided one.
     """
     arrays, boxes = (first, step, count, dy), first.shape[1]
-    size = _boxes_per_slice(x, first, pooling)
+    size = _boxes_per_chunk(x, first, pooling)
     if boxes <= size:
-        dpixels, dfirst = _add_slice_gradients(None, x, *arrays, pooling=pooling)
+        dpixels, dfirst = _add_chunk_gradients(None, x, *arrays, pooling=pooling)
         return dpixels.reshape(x.shape), dfirst
     x, *arrays = match_varying((x, *arrays))
     dpixels = zeros(_pixels(x, first.shape[3], pooling).shape, first.dtype, x)
 
-    def run(dpixels, slices):
-        return _add_slice_gradients(dpixels, x, *slices, pooling=pooling)
+    def run(dpixels, chunks):
+        return _add_chunk_gradients(dpixels, x, *chunks, pooling=pooling)
 
     dpixels, dfirst = lax.scan(run, dpixels, [split(a, size) for a in arrays])
     return dpixels.reshape(x.shape), join(dfirst)[:, :boxes]
 
 
-def _add_slice_gradients(dpixels, x, first, step, count, dy, pooling: Pooling) -> tuple:
+def _add_chunk_gradients(dpixels, x, first, step, count, dy, pooling: Pooling) -> tuple:
     """Add the gradient of these boxes to dpixels (None: to zeros); return it and dfirst."""
     size, pixels = x.shape[1:3], _pixels(x, first.shape[3], pooling)
     dvalue = dy.astype(first.dtype).reshape(*first.shape[:4], pixels.shape[-1])
@@ -148,13 +148,13 @@ def _add_slice_gradients(dpixels, x, first, step, count, dy, pooling: Pooling) -
     return _over_samples(body, (dpixels, dfirst), size, first, step, count, pooling)
 
 
-def _boxes_per_slice(x: jax.Array, first: jax.Array, pooling: Pooling) -> int:
-    """Return the number of boxes of a slice: all, except on a TPU, which stores the samples."""
+def _boxes_per_chunk(x: jax.Array, first: jax.Array, pooling: Pooling) -> int:
+    """Return the number of boxes of a chunk: all, except on a TPU, which stores the samples."""
     n, boxes, bins, groups, _ = first.shape
     if traced_platform() != "tpu":
         return boxes
     pixels = n * boxes * bins * groups, x.shape[-1] // (pooling.parts**2 * groups)
-    most = boxes * TPU_SLICE_BYTES // max(SAMPLE_COPIES * array_bytes(pixels, first.dtype), 1)
+    most = boxes * TPU_CHUNK_BYTES // max(SAMPLE_COPIES * array_bytes(pixels, first.dtype), 1)
     return math.ceil(boxes / math.ceil(boxes / max(1, most))) if boxes else 0
 
 

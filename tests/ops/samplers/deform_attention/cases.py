@@ -75,7 +75,7 @@ ATTENTION = Operator(
     ),
     mapped=((0, None, None), (None, 0, 0)),
     derivatives=between_pixels,
-    options={"workspace_bytes": 3000},  # less than all queries
+    options={"chunk_bytes": 3000},  # less than all queries
 )
 
 
@@ -135,5 +135,5 @@ DCN = Operator(
     sizes=(("even", dict(batch=0)), ("plain", dict(batch=3, size=(1, 9), depth=17))),
     mapped=((0, None, None),),
     derivatives=window_between_pixels,
-    options={"workspace_bytes": 3000},
+    options={"chunk_bytes": 3000},
 )

@@ -92,5 +92,5 @@ OPERATOR = Operator(
     ),
     mapped=((None, None, 0, None, 0), (0, 0, None, 0, None), (None, 0, None, None, None)),
     derivatives=between_pixels,
-    options={"workspace_bytes": 3000},  # less than two rows
+    options={"chunk_bytes": 3000},  # less than two rows
 )
