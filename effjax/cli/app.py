@@ -18,6 +18,7 @@ from .memory import memory_app
 from .merge import merge
 from .options import Command, command
 from .train import FinetuneRunOptions, finetune, train_app
+from .training import exit_joined
 
 app = typer.Typer(
     help="Train networks that do not fit in device memory, in JAX.",
@@ -49,7 +50,9 @@ def run(argv: Sequence[str]) -> int:
             raise KeyboardInterrupt
         return code
     except BaseException as error:
-        if (code := errors.report(error)) is None:
+        code = errors.report(error)
+        exit_joined(error, code)
+        if code is None:
             raise
         return code
 

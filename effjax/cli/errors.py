@@ -1,7 +1,6 @@
 """Errors of commands: one line on stderr, and an exit code."""
 
 import contextlib
-import contextvars
 import errno
 import re
 import sys
@@ -13,10 +12,6 @@ from ..train.errors import TrainError, printable, quoted
 
 LONGEST = 2000  # characters of a message; a file may have a key of 100 MB
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
-
-# Of the running command, for `report` inside of it: a run of several processes ends there.
-_option_names: contextvars.ContextVar[Collection[str]]
-_option_names = contextvars.ContextVar("option_names", default=())
 ctrl_c: list[int] = []  # the signals of Ctrl-C outside of a run
 
 
@@ -55,9 +50,7 @@ def report(error: BaseException) -> int | None:
         message = f"{error.name} is missing. Run {install_command('train')}."
     elif hasattr(error, "format_message"):
         message = _describe_usage_error(error)
-    elif isinstance(error, TrainError):
-        message = _with_options_as_typed(message)
-    else:
+    elif not isinstance(error, TrainError):
         return None
     if message:
         message = " ".join(message.split())
@@ -93,20 +86,12 @@ def name_options(names: Collection[str]) -> Iterator[None]:
     Args:
         names: The options of the command, as fields of its dataclasses.
     """
-    token = _option_names.set(names)
-    try:
-        yield
-    except TrainError as error:
-        raise TrainError(_with_options_as_typed(str(error))) from error
-    finally:
-        _option_names.reset(token)
-
-
-def _with_options_as_typed(message: str) -> str:
-    names = _option_names.get()
 
     def as_typed(match: re.Match[str]) -> str:
         name = match[1]
         return f"--{name.replace('_', '-')}" if name in names else match[0]
 
-    return re.sub(r"`([a-z_0-9]+)`", as_typed, message)
+    try:
+        yield
+    except TrainError as error:
+        raise TrainError(re.sub(r"`([a-z_0-9]+)`", as_typed, str(error))) from error

@@ -90,6 +90,15 @@ class RunOptions(FileOptions):
         check=COUNT,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        address = self.coordinator, self.num_processes, self.process_id
+        if not self.distributed and None in address and address != (None, None, None):
+            raise TrainError(
+                "--coordinator, --num-processes and --process-id must be given together. "
+                "--distributed alone asks the cluster."
+            )
+
 
 def command(
     app: typer.Typer, name: str, *options: type

@@ -10,7 +10,6 @@ from ..train.config import COUNT, DATA, MODEL, option
 from ..train.errors import TrainError
 from ..train.images.config import DenseNetRunConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig
-from .distributed import end_all_on_error
 from .fit import fit_config
 from .options import RunOptions, command, take
 from .training import RunRequest, make_console, request_run, train
@@ -47,19 +46,17 @@ class FinetuneRunOptions(RunOptions):
 @command(train_app, "densenet", DenseNetRunConfig, RunOptions)
 def train_densenet(given: dict[str, Any]) -> None:
     """Train a DenseNet-BC with batch norm over all devices, and report its memory."""
-    with end_all_on_error(given):
-        train_on_images(fit_images(request_run(DenseNetRunConfig, given), given.get("fit")))
+    train_on_images(fit_images(request_run(DenseNetRunConfig, given), given.get("fit")))
 
 
 @command(train_app, "resnet", ResNetRunConfig, ResNetRunOptions)
 def train_resnet(given: dict[str, Any]) -> None:
     """Train a ResNet with batch norm over all devices, and report its memory."""
-    with end_all_on_error(given):
-        request = fit_images(request_run(ResNetRunConfig, given), given.get("fit"))
-        if given.get("compare_plain"):
-            train_and_compare(request)
-        else:
-            train_on_images(request)
+    request = fit_images(request_run(ResNetRunConfig, given), given.get("fit"))
+    if given.get("compare_plain"):
+        train_and_compare(request)
+    else:
+        train_on_images(request)
 
 
 def finetune(given: dict[str, Any]) -> None:
@@ -79,8 +76,7 @@ def finetune(given: dict[str, Any]) -> None:
     if "show" in given:
         show(given)
         return
-    with end_all_on_error(given):
-        train_on_text(given)
+    train_on_text(given)
 
 
 def show(given: Mapping[str, Any]) -> None:

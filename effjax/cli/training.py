@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import math
 import os
@@ -11,16 +10,15 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..train.config import RESUMABLE_OPTIONS, RunConfig, command_line
 from ..train.errors import PreemptionError, TrainError
 from ..train.host_memory import set_pinned_limit
-from . import distributed
 from .errors import INTERRUPTED, PREEMPTED, CommandError
-from .interrupts import Interrupts
 from .options import RunOptions, take
 
 if TYPE_CHECKING:
@@ -54,11 +52,15 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
     config, stop_at = config_type(**changes), math.inf
     if options.stop_after is not None:
         stop_at = time.monotonic() + parse_time("--stop-after", options.stop_after)
-    set_pinned_limit(distributed.count_local(options))
-    distributed.join(options)
-    from ..train.processes import check_same_everywhere, is_multiprocess, run_on_first
+    host = (options.coordinator or "").rpartition(":")[0]
+    all_here = host in ("localhost", "127.0.0.1", "[::1]")  # they share the memory of this machine
+    set_pinned_limit(options.num_processes if all_here else None)
+    from ..train.processes import check_same_everywhere, is_multiprocess, join, run_on_first
     from ..train.run_directory import RunDirectory, default_path
 
+    address = options.coordinator, options.num_processes, options.process_id
+    if options.distributed or None not in address:
+        join(*address, heartbeat_timeout=options.heartbeat_timeout)
     if stop_at < math.inf and is_multiprocess():
         raise TrainError("--stop-after works in a single process. Send SIGTERM to one instead.")
     resume, path = options.resume, options.out
@@ -146,8 +148,10 @@ def train(
     Returns:
         The run directory and the result of the task.
     """
+    import jax
+
     from ..train.loop import fit
-    from ..train.processes import has_joined, is_first, preemption_signal
+    from ..train.processes import is_first, is_preempted
     from ..train.report import ConsoleProgress, print_line
     from ..train.run import open_run
     from ..train.trackers import track
@@ -158,46 +162,98 @@ def train(
     shown = ConsoleProgress(console, task) if is_first() else None
     progress = shown and track(shown, task.config, run.path)
     resume = f"Resume with {resume_command(task.config.COMMAND, request.path)}"
+    has_joined = jax.distributed.is_initialized()
     quiet_background_errors()
-    end, done = task.eval_steps[-1], 0
+    with stop_signals(has_joined) as received:
 
-    def describe_end() -> str:
-        kept = run.last_step
-        if kept:
-            before = "" if done else " before a step was taken"
-            return f"interrupted{before}. {run.path} keeps step {kept}. {resume}"
-        return f"interrupted before the first {'checkpoint' if done else 'step'}. Nothing is kept."
+        def stop(step: int) -> bool:
+            stopped = is_preempted() if has_joined else bool(received)
+            return stopped or time.monotonic() > request.stop_at
 
-    # JAX's preemption service handles SIGTERM, and stops all processes after the same step.
-    forward = (lambda: signal.raise_signal(signal.SIGTERM)) if has_joined() else (lambda: None)
-    interrupts = Interrupts(functools.partial(print_line, console), describe_end, forward)
-    try:
-        with (
-            preemption_signal() if has_joined() else stop_signals() as stop_requested,
-            interrupts,
-        ):
-
-            def stop(step: int) -> bool:
-                nonlocal done
-                done, interrupts.state = step, "training" if step < end else "ending"
-                interrupted = interrupts.received > 0 and not has_joined()
-                if interrupted and step == end:
-                    raise KeyboardInterrupt
-                return stop_requested() or interrupted or time.monotonic() > request.stop_at
-
+        try:
             return run, fit(task, run, progress, request.resume, stop)
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise CommandError(
-            f"out of device memory. Try a smaller --batch-size, or {memory_options}. To see what "
-            "uses the memory, plan the model with effjax memory."
-        ) from error
-    except KeyboardInterrupt as error:
-        raise CommandError(describe_end(), INTERRUPTED) from error
-    except PreemptionError as error:
-        verb, code = ("interrupted", INTERRUPTED) if interrupts.received else ("stopped", PREEMPTED)
-        raise CommandError(f"{verb} and saved {error}. {resume}", code) from error
+        except RuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise CommandError(
+                f"out of device memory. Try a smaller --batch-size, or {memory_options}. To see "
+                "what uses the memory, plan the model with effjax memory."
+            ) from error
+        except KeyboardInterrupt as error:
+            kept = run.last_step
+            end = f". {run.path} keeps step {kept}. {resume}"
+            nothing = " before the first checkpoint. Nothing is kept."
+            raise CommandError(f"interrupted{end if kept else nothing}", INTERRUPTED) from error
+        except PreemptionError as error:
+            verb, code = "stopped", PREEMPTED
+            if signal.SIGINT in received:
+                verb, code = "interrupted", INTERRUPTED
+            raise CommandError(f"{verb} and saved {error}. {resume}", code) from error
+
+
+@contextlib.contextmanager
+def stop_signals(has_joined: bool) -> Iterator[list[int]]:
+    """Yield a list of the signals SIGINT (Ctrl-C), SIGTERM and SIGHUP that have come.
+
+    Each of them acts as before after the first one, so that a second one ends the process. The main
+    thread handles them, which waits for a step or a compilation in JAX.
+
+    Args:
+        has_joined: Turn the first one into SIGTERM, which JAX receives: see `is_preempted`.
+    """
+    numbers = [signal.SIGINT, signal.SIGHUP] + ([] if has_joined else [signal.SIGTERM])
+    # nohup ignores SIGHUP, and a shell SIGINT for what a script starts in the background.
+    handlers = {n: h for n in numbers if (h := signal.getsignal(n)) != signal.SIG_IGN}
+    received: list[int] = []
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    def receive(number: int, _: Any) -> None:
+        received.append(number)
+        restore()
+        if number == signal.SIGINT:
+            # Not by `print`, which this may have interrupted: buffers raise an error then.
+            os.write(2, b"\nstopping after this step; press Ctrl-C again to end now\n")
+        if has_joined:
+            signal.raise_signal(signal.SIGTERM)
+
+    for number in handlers:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        restore()
+
+
+def exit_joined(error: BaseException, code: int | None) -> None:
+    """End this process at once if it is one of several and has failed alone.
+
+    Args:
+        error: Its error.
+        code: The exit code, or None for an error that has not been printed.
+    """
+    # Without the module, Ctrl-C came while JAX was imported.
+    if "effjax.train.processes" not in sys.modules or isinstance(error.__cause__, PreemptionError):
+        return
+    import jax
+
+    from ..train.processes import is_first
+
+    if not jax.distributed.is_initialized():
+        return
+    if code is None:
+        traceback.print_exception(error)
+    # JAX's service runs in the first process, and aborts the others when it ends. They may have the
+    # same error, and need a moment to print it.
+    with contextlib.suppress(RuntimeError):  # no backend
+        if is_first():
+            time.sleep(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A normal exit would wait five minutes for the others, which wait for this process.
+    os._exit(1 if code is None else code)
 
 
 def quiet_background_errors() -> None:
@@ -214,29 +270,3 @@ def quiet_background_errors() -> None:
     hook, sys.unraisablehook = sys.unraisablehook, report_unraisable
     for name in ("absl", "asyncio"):  # "absl" is the logger of Orbax
         logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after SIGTERM or SIGHUP.
-
-    A second signal ends the process, as it does by default.
-    """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    received: list[int] = []
-
-    def restore() -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-    def receive(number: int, _: Any) -> None:
-        received.append(number)
-        restore()
-
-    for number, handler in handlers.items():
-        if handler != signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, receive)
-    try:
-        yield lambda: bool(received)
-    finally:
-        restore()

@@ -50,7 +50,7 @@ Score = tuple[float, ...]
 class _Manager(ocp.CheckpointManager):
     def reached_preemption(self, step: int) -> bool:
         # The training loop already polls JAX for a preemption, with its own counter (see
-        # `processes.preemption_signal`). JAX expects consecutive numbers, and Orbax would poll it
+        # `processes.is_preempted`). JAX expects consecutive numbers, and Orbax would poll it
         # with step numbers.
         return False
 

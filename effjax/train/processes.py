@@ -3,36 +3,19 @@
 All processes take the same steps. The first one writes the files and shows the progress.
 """
 
-import atexit
-import contextlib
 import itertools
 import json
+import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
 from .errors import TrainError
-from .peers import Peers, meet
 
-_has_joined = False
-_peers: Peers | None = None
 _poll_numbers = itertools.count(1)
-
-
-def has_joined() -> bool:
-    """Return True if this process has joined a cluster, even one of a single process.
-
-    JAX's preemption service then handles SIGTERM, also where `is_multiprocess` is False.
-    """
-    return _has_joined
-
-
-def peers() -> Peers | None:
-    """Return the connections to the other processes; None if a cluster has started them."""
-    return _peers
 
 
 def join(
@@ -52,14 +35,12 @@ def join(
         heartbeat_timeout: Seconds of silence after which a process counts as dead.
 
     Raises:
-        TrainError: There is no such cluster, the arguments do not fit to those of the others, the
-            port is in use, or a process does not come within five minutes.
+        TrainError: There is no such cluster, or an argument is wrong. If processes do not find each
+            other, JAX aborts them after five minutes.
     """
-    global _has_joined, _peers
-    jax.config.update("jax_enable_preemption_service", True)
-    if coordinator is not None and num_processes is not None and process_id is not None:
-        _peers = meet(coordinator, num_processes, process_id)
-        atexit.register(_peers.leave)
+    # JAX takes the port off without a check, and waits for addresses that do not exist.
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise TrainError(f"`coordinator` (={coordinator}) must be HOST:PORT.")
     try:
         jax.distributed.initialize(
             coordinator,
@@ -72,7 +53,6 @@ def join(
             f"the processes cannot connect ({str(error).splitlines()[0]}). Give --coordinator "
             "HOST:PORT, --num-processes and --process-id, the same address to all."
         ) from error
-    _has_joined = True
 
 
 def is_multiprocess() -> bool:
@@ -92,19 +72,15 @@ def check_same_everywhere(name: str, mine: dict[str, Any]) -> None:
     """Raise TrainError in all processes if a value differs from that in the first process."""
     if not is_multiprocess():
         return
-    first, mine = run_on_first(lambda: mine), json.loads(json.dumps(mine))
-    different = [
-        key for key in sorted(first.keys() | mine.keys()) if first.get(key) != mine.get(key)
-    ]
-    problem = ""
-    if different:
-        key = different[0]
-        problem = (
-            f"{name} `{key}` (={mine.get(key)!r:.120} in process {jax.process_index()}) is "
-            f"{first.get(key)!r:.120} in process 0. Give all processes the same."
-        )
-    if problems := [*filter(None, _gather(problem))]:
-        raise TrainError(problems[0])
+    # All of them compare the values of all, so that they agree about the error.
+    first, *others = _gather(mine)
+    for process, theirs in enumerate(others, 1):
+        for key in sorted(first.keys() | theirs.keys()):
+            if first.get(key) != theirs.get(key):
+                raise TrainError(
+                    f"{name} `{key}` (={theirs.get(key)!r:.120} in process {process}) is "
+                    f"{first.get(key)!r:.120} in process 0. Give all processes the same."
+                )
 
 
 def run_on_first(action: Callable[[], Any]) -> Any:
@@ -123,7 +99,7 @@ def run_on_first(action: Callable[[], Any]) -> Any:
             answer["error"] = str(error)
         except OSError as error:
             answer["error"] = f"{error.filename}: {error.strerror or error}"
-    answer = _broadcast(answer)
+    answer = _gather(answer)[0]
     if "error" in answer:
         raise TrainError(answer["error"])
     return answer["value"]
@@ -140,53 +116,30 @@ def sum_over_processes(share: Callable[[int, int], np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(words).view(np.int64).sum(0)
 
 
-def _gather(text: str) -> list[str]:
-    """Return the texts of all processes."""
-    from jax.experimental.multihost_utils import process_allgather
+def is_preempted() -> bool:
+    """Return True, after the same step in all processes, once one of them has received SIGTERM.
 
-    mine = np.frombuffer(text.encode(), np.uint8)
-    sizes = process_allgather(np.int32(len(mine)))
-    padded = np.zeros(max(int(np.max(sizes)), 1), np.uint8)
-    padded[: len(mine)] = mine
-    rows = np.asarray(process_allgather(padded))
-    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _broadcast(answer: dict[str, Any]) -> dict[str, Any]:
-    from jax.experimental.multihost_utils import broadcast_one_to_all
-
-    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
-    buffer = np.zeros(int(broadcast_one_to_all(np.int32(len(text)))), np.uint8)
-    if is_first():
-        buffer[:] = text
-    return json.loads(np.asarray(broadcast_one_to_all(buffer)).tobytes())
-
-
-@contextlib.contextmanager
-def preemption_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True once a process has received SIGTERM or SIGHUP.
-
-    All processes must call it after each step. It returns True after the same step in all of them.
-    After that, a second signal ends its
-    process as it does by default.
+    All processes must call it after each step, until it returns True. A second SIGTERM then ends
+    its process. JAX notices the first one in a cluster of a single process, too.
     """
     from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-    reached = False
+    # JAX compares its counter with the next number that it expects. Steps are no such numbers: a
+    # process may train several runs, each from its own step.
+    if not reached_preemption_sync_point(next(_poll_numbers)):
+        return False
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return True
 
-    def is_preempted() -> bool:
-        nonlocal reached
-        # JAX compares its counter with the next number that it expects, so number the calls.
-        if not reached and reached_preemption_sync_point(next(_poll_numbers)):
-            reached = True
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return reached
 
-    handler = signal.getsignal(signal.SIGHUP)
-    if handler != signal.SIG_IGN:  # nohup ignores it
-        # JAX listens to SIGTERM.
-        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    try:
-        yield is_preempted
-    finally:
-        signal.signal(signal.SIGHUP, handler)
+def _gather(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the values, of JSON types, of all processes."""
+    from jax.experimental.multihost_utils import process_allgather
+
+    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    # All processes must pass arrays of the same shape.
+    sizes = process_allgather(np.int32(len(mine)))
+    padded = np.zeros(int(np.max(sizes)), np.uint8)
+    padded[: len(mine)] = mine
+    rows = np.asarray(process_allgather(padded))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

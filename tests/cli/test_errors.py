@@ -13,6 +13,7 @@ from tests.cli.command import TINY, is_escaped, odd_name, one_line
 from tests.convert.pickles import Global, zipped
 
 TO_NEW = "--model", "resnet18", "--to", "new"
+ONE_OF_TWO = "--num-processes", "2", "--process-id", "0"
 
 
 @pytest.mark.parametrize("argv", [[], ["train"]])
@@ -29,6 +30,7 @@ def test_no_command_shows_the_help(run, argv):
         (["convert", "nowhere.pth", "--model", "alexnet", "--to", "new"], "--model alexnet must"),
         (["train", "densenet", "--validation", "1.5"], "--validation (=1.5) must be a share"),
         (["train", "densenet", "--coordinator", "host:1"], "must be given together"),
+        ([*TINY, "--coordinator", "host", *ONE_OF_TWO], "--coordinator (=host) must be HOST:PORT"),
         ([*TINY, "--batch-size", "12"], "--batch-size (=12)"),
         ([*TINY, "--model", "vgg"], "--model (='vgg')"),
         ([*TINY, "--model", "resnet50"], "Use effjax train resnet --model resnet50."),

@@ -64,7 +64,7 @@ def test_signals_save_the_run_and_it_resumes(run, folder, when_printed):
     changes = "--steps", "30", "--on-nan", "skip"
     code, out, err = run("finetune", "--resume", "here", *changes)
     assert (code, err) == (130, f"effjax: interrupted and saved at step 4. {resume}")
-    assert "step  2/30" not in out and "press Ctrl-C again to end now" in out
+    assert "step  2/30" not in out
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     stored = json.loads((folder / "here" / "config.json").read_text())["options"]

@@ -1,58 +1,91 @@
-"""Ctrl-C during `effjax train`, by signals to another process."""
+"""Ctrl-C, SIGTERM and SIGHUP during `effjax train`."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from effjax.cli.interrupts import Interrupts
-from effjax.train.run_directory import RunDirectory
-from tests.cli.command import one_line
-from tests.train.text.small import tiny_base
+from effjax.cli.training import stop_signals
+from tests.train import small
 
-NEW_RUN = (
-    "finetune base --data base/rows.jsonl --max-length 16 --batch-size 2 --dtype float32 --out here"
-)
-# JAX computes or compiles in C++: the main thread runs no Python.
-BUSY = """
-import jax
-def busy(*_, **__):
-    print("busy", flush=True)
-    jax.jit(lambda: jax.lax.while_loop(lambda x: x > 0, lambda x: x | 1, 1))().block_until_ready()
-"""
-IN_A_STEP = """
-from effjax.train.text.task import TextTask
-read, losses = TextTask.read, []
-def read_two(self, loss):
-    losses.append(loss)
-    return busy() if len(losses) > 2 else read(self, loss)
-TextTask.read = read_two
-"""
-WHILE_COMPILING = """
-from effjax.train.text.task import TextTask
-TextTask.make_step = busy
-"""
+
+@pytest.fixture
+def set_handler():
+    """Set the handler of a signal until the end of the test."""
+    before = {}
+
+    def set_handler(number, handler):
+        before[number] = signal.signal(number, handler)
+
+    yield set_handler
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_second_signal_acts_as_before(set_handler, capfd, number):
+    others = []
+    set_handler(number, lambda number, _: others.append(number))
+    with stop_signals(has_joined=False) as received:
+        signal.raise_signal(number)
+        said = "press Ctrl-C again to end now" in capfd.readouterr().err
+        assert said == (number == signal.SIGINT) and received == [number] and others == []
+        signal.raise_signal(number)
+        assert received == others == [number]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_processes_are_stopped_by_sigterm(set_handler, number):
+    """JAX receives it, and stops all processes after the same step."""
+    of_jax = []
+    set_handler(signal.SIGTERM, lambda number, _: of_jax.append(number))
+    with stop_signals(has_joined=True):
+        signal.raise_signal(number)
+    assert of_jax == [signal.SIGTERM]
+
+
+def test_an_ignored_signal_stays_ignored(set_handler):
+    """As nohup starts a command."""
+    set_handler(signal.SIGHUP, signal.SIG_IGN)
+    with stop_signals(has_joined=False) as received:
+        signal.raise_signal(signal.SIGHUP)
+    assert received == []
+
+
+def test_ctrl_c_twice(run, when_printed, monkeypatch):
+    monkeypatch.setattr("effjax.train.images.task.model_builder", small.builder)
+    monkeypatch.setattr("effjax.train.images.task.load_dataset", lambda *_: small.dataset())
+
+    def press_twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    when_printed("compiling", press_twice)
+    argv = "train", "densenet", "--epochs", "3", "--batch-size", "16", "--out", "here"
+    nothing = "effjax: interrupted before the first checkpoint. Nothing is kept.\n"
+    assert run(*argv)[::2] == (130, nothing)
+
+    when_printed("epoch 2/3", press_twice)
+    resume = "Resume with effjax train densenet --resume here"
+    code, out, err = run("train", "densenet", "--resume", "here")
+    assert (code, err) == (130, f"effjax: interrupted. here keeps step 8. {resume}\n")
+    assert "epoch 1/3" in out and "epoch 3/3" not in out
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a run in a new process after running some code; return the process."""
+    """Start a command in a new process after running some code; return the process."""
     pytest.importorskip("typer")
-    shutil.copytree(tiny_base(), tmp_path / "base")
     processes = []
 
-    def start(*options, before=""):
-        path = os.pathsep.join(p for p in sys.path if p)
-        environment = os.environ | {
-            "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        }  # fmt: skip
+    def start(*argv, before=""):
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         code = f"{before}\nfrom effjax.cli import main\nraise SystemExit(main())"
         process = subprocess.Popen(
-            [sys.executable, "-c", code, *options], cwd=tmp_path, env=environment, text=True,
+            [sys.executable, "-c", code, *argv], cwd=tmp_path, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         processes.append(process)
@@ -62,53 +95,6 @@ def start(tmp_path):
     for process in processes:
         process.kill()
         process.communicate()
-
-
-def wait_for(process, text):
-    """Read stdout up to a line with this text."""
-    for line in process.stdout:
-        if text in line:
-            return
-    pytest.fail(f"no {text!r}: {process.stderr.read()}")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("busy", "presses", "message"),
-    [
-        (IN_A_STEP, 2, "here keeps step {}. Resume with effjax finetune --resume here"),
-        (WHILE_COMPILING, 1, "interrupted before the first step. Nothing is kept."),
-    ],
-)
-def test_ctrl_c_while_jax_is_busy(start, tmp_path, busy, presses, message):
-    """The second one ends a step that would never end."""
-    process = start(*NEW_RUN.split(), "--checkpoint-every", "1", before=BUSY + busy)
-    wait_for(process, "busy")
-    process.send_signal(signal.SIGINT)
-    if presses == 2:
-        wait_for(process, "press Ctrl-C again to end now")
-        process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and one_line(err)
-    assert message.format(RunDirectory(tmp_path / "here").last_step) in err
-
-
-def test_no_traceback_of_a_lost_exception(monkeypatch):
-    class Raises:
-        def __init__(self, error):
-            self.error = error
-
-        def __del__(self):
-            raise self.error
-
-    reported = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda lost: reported.append(lost.exc_type))
-    with Interrupts(print, str):
-        for error in (KeyboardInterrupt, ValueError):
-            Raises(error)
-    assert reported == [ValueError]
-    Raises(KeyboardInterrupt)
-    assert reported == [ValueError, KeyboardInterrupt]
 
 
 @pytest.mark.parametrize("end", ["return 0", "raise ImportError('half of a module')"])
@@ -130,7 +116,7 @@ effjax.cli._run = run
 
 
 def test_closed_standard_output(start):
-    process = start("finetune", "--help", before="import os; os.close(os.dup(1))")
+    process = start("train", "densenet", "--help", before="import os; os.close(os.dup(1))")
     process.stdout.close()
     err = process.stderr.read()
     assert process.wait() == 1 and "standard output was closed" in err and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Runs in several processes: the same run as in one, faults, and what ends it."""
+"""`effjax train` and `finetune` in two processes: the same run as in one, and what ends it."""
 
 import json
 import shutil
@@ -7,12 +7,14 @@ import jax
 import numpy as np
 import pytest
 
+from effjax.convert import load_adapter, load_checkpoint
+from effjax.models import DecoderConfig, decoder_shapes
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.images import task as images
 from effjax.train.images.config import DenseNetRunConfig
 from effjax.train.loop import fit
 from effjax.train.run_directory import RunDirectory
-from effjax.train.text import task as text_task
+from effjax.train.text import task as text
 from effjax.train.text.config import FinetuneConfig
 from tests.distributed.processes import DEVICES, Group
 from tests.train.small import as_numbers
@@ -21,17 +23,24 @@ from tests.train.text.small import write_base
 
 pytest.importorskip("tokenizers")
 
-SMALL = "--max-length 16 --batch-size 8 --learning-rate 3e-3 --dtype float32 --param-dtype float32"
-LENGTH = "--steps", 14, "--report-every", 2
+SHORT = "--max-length 16 --batch-size 4 --report-every 2 --learning-rate 1e-2 --dtype float32"
+SHORT += " --param-dtype float32 --date 2026-01-31"
+STEPS = "--steps", 14
 SPLIT = "--mesh", "data=2,fsdp=2", "--offload", "all", "--fuse-update"
+OFTEN = "--checkpoint-every", 1, "--keep", 9
 LOSSES = "train_loss", "validation_loss"
 PREEMPTED = 75
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    base = write_base(tmp_path_factory.mktemp("base"), num_hidden_layers=1)
-    return ["finetune", base, "--data", base / "rows.jsonl", *SMALL.split(), *LENGTH]
+def base(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base") / "base", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def options(base):
+    """Return the command of a small run."""
+    return ["finetune", base, "--data", base / "rows.jsonl", *SHORT.split()]
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +60,11 @@ def losses(path):
 
 def task_of(path, **changes):
     """Return the task of a run, on as many devices of this process."""
-    run = RunDirectory.open(path)
-    options, devices = run.read_config()["options"] | changes, jax.devices()[:DEVICES]
-    if run.read_config()["command"] == "finetune":
-        return text_task.prepare(FinetuneConfig(**options), devices)
-    return images.prepare(DenseNetRunConfig(**options), devices)
+    stored = RunDirectory.open(path).read_config()
+    options, devices = stored["options"] | changes, jax.devices()[:DEVICES]
+    if stored["command"] == "finetune":
+        return text.prepare(FinetuneConfig.from_json(options), devices)
+    return images.prepare(DenseNetRunConfig.from_json(options), devices)
 
 
 def parameters(path, task):
@@ -63,6 +72,15 @@ def parameters(path, task):
     with Checkpoints(RunDirectory.open(path).checkpoints, read_only=True) as saved:
         state = saved.restore(task.shapes(), saved.steps[-1])
     return jax.tree.map(as_numbers, state)
+
+
+def exported(path, lora=None):
+    """Return the arrays that a run has exported."""
+    if lora:
+        return load_adapter(path / "adapter")[0]
+    assert (path / "model" / "tokenizer.json").exists()
+    config = DecoderConfig.from_json(path / "model")
+    return load_checkpoint(path / "model", *decoder_shapes(config))
 
 
 def train_alone(path):
@@ -90,9 +108,9 @@ def assert_same_bits(path, other):
     jax.tree.map(np.testing.assert_array_equal, parameters(path, task), parameters(other, task))
 
 
-# Process 1 gets a signal in a step. JAX notices SIGTERM after about a second.
+# A process gets a signal in a step. JAX notices SIGTERM after about a second.
 IN_STEP = """
-if process == 1:
+if process == {}:
     import os, signal, time
     from effjax.train.text.task import TextTask
     read, steps = TextTask.read, []
@@ -106,11 +124,12 @@ if process == 1:
 
 
 @pytest.fixture(scope="module")
-def stopped(group, text, tmp_path_factory):
+def stopped(group, options, tmp_path_factory):
     """Train until SIGTERM; return the run and how its processes ended."""
     run = tmp_path_factory.mktemp("stopped") / "run"
-    often = "--checkpoint-every", 1, "--keep", 9
-    return run, group.run(*text, *SPLIT, *often, "--out", run, before=IN_STEP.format(4, "SIGTERM"))
+    signal = IN_STEP.format(1, 4, "SIGTERM")
+    argv = *options, *STEPS, *SPLIT, *OFTEN, "--out", run
+    return run, group.run(*argv, before=signal)
 
 
 def test_sigterm_saves_both_processes(stopped):
@@ -160,14 +179,14 @@ if process == 1:
 
 
 @pytest.fixture(scope="module")
-def whole(group, text, tmp_path_factory):
+def whole(group, options, tmp_path_factory):
     """Train to the end, with a checkpoint after each step.
 
     No process starts a checkpoint before the other one, which is slow, has finished the last one.
     """
     run = tmp_path_factory.mktemp("whole") / "run"
-    often = "--checkpoint-every", 1, "--keep", 9
-    said = group.train(*text, *SPLIT, *often, "--out", run, before=SLOW)
+    argv = *options, *STEPS, *SPLIT, *OFTEN, "--out", run
+    said = group.train(*argv, before=SLOW)
     assert ["written" in out for out in said] == [True, False]
     return run
 
@@ -178,8 +197,23 @@ def alone(whole):
 
 
 @pytest.mark.exhaustive
-def test_offloaded_run_with_slow_checkpoints(whole, alone):
+def test_offloaded_run_with_slow_checkpoints(group, whole, alone, tmp_path):
     assert_same_run(whole, alone)
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(run / "model")
+    group.train("finetune", "--resume", run)  # a run that has ended exports the same again
+    jax.tree.map(np.testing.assert_array_equal, exported(run), exported(whole))
+
+
+@pytest.mark.exhaustive
+def test_adapters(group, options, tmp_path):
+    run = tmp_path / "run"
+    argv = *options, "--steps", 6, *SPLIT[:-1], "--lora", 2, "--out", run
+    group.train(*argv)
+    alone = train_alone(run)
+    assert_same_run(run, alone)
+    arrays = exported(run, lora=2), exported(alone, lora=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-4), *arrays)
 
 
 @pytest.mark.exhaustive
@@ -206,10 +240,12 @@ patch.setattr(task, "train_batches", spoiled)"""
 
 
 @pytest.mark.exhaustive
-def test_skips_a_step_that_is_not_finite(group, text, tmp_path, monkeypatch):
-    options = "--mesh", "data=2,fsdp=2", "--on-nan", "skip", "--steps", 6, "--report-every", 3
-    run, text = tmp_path / "run", text[: -len(LENGTH)]
-    first, second = group.train(*text, *options, "--out", run, before=NAN_AT_STEP_4)
+def test_skips_a_step_that_is_not_finite(group, options, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    skip = "--mesh", "data=2,fsdp=2", "--on-nan", "skip", "--steps", 6, "--report-every", 3
+    argv = [*options, *skip, "--out", run]
+    del argv[argv.index("--report-every") : argv.index("--report-every") + 2]  # that of SHORT
+    first, second = group.train(*argv, before=NAN_AT_STEP_4)
     message = "step 4: its loss or its gradients are not finite"
     assert message in first and message not in second
     assert [line.get("skipped") for line in lines(run) if line["kind"] == "step"] == [None, [4]]
@@ -233,52 +269,29 @@ def test_images_take_the_same_steps_as_in_one_process(group, tmp_path, options):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
-def test_a_killed_process_ends_all(tmp_path, text, alone, how):
-    """JAX names it, and the run resumes in one process from its last checkpoint."""
-    run = tmp_path / "run"
+@pytest.mark.parametrize(("how", "killed"), [("SIGKILL", 1), ("SIGKILL", 0), ("SIGSTOP", 1)])
+def test_a_killed_process_ends_all(tmp_path, options, alone, how, killed):
+    """JAX ends the other one, and the run resumes in one process from its last checkpoint."""
+    run, other = tmp_path / "run", 1 - killed
     with Group(heartbeat_timeout=10) as two:
-        first, _ = two.run(*text, *SPLIT, "--out", run, before=IN_STEP.format(2, how), wait_for=[0])
-    assert first.code not in (None, 0, PREEMPTED)
+        ended = two.run(
+            *options, *STEPS, *SPLIT, "--out", run,
+            before=IN_STEP.format(killed, 3, how), wait_for=[other],
+        )[other]  # fmt: skip
+    assert ended.code not in (None, 0, PREEMPTED)
     if how == "SIGSTOP":
-        assert "unhealthy" in first.err and "\n1\n" in first.err  # process 1, as JAX says it
-        return
-    assert first.err == "effjax: process 1 has ended. Start all processes again with --resume.\n"
+        assert "unhealthy" in ended.err and "\n1\n" in ended.err  # process 1, as JAX says it
     fit(task_of(run, mesh="data=4"), RunDirectory.open(run), resume=True)
     assert_same_run(run, alone)
 
 
-IN_A_SAVE = """
-if process == 0:
-    import os, signal
-    from effjax.train.checkpoint import Checkpoints
-    write = Checkpoints._write_manifest
-    def write_or_die(self):
-        if self._saving["step"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(self)
-    patch.setattr(Checkpoints, "_write_manifest", write_or_die)"""
-
-
-@pytest.mark.exhaustive
-def test_the_first_process_is_killed(tmp_path, text):
-    """JAX's coordinator ends with it."""
-    with Group(heartbeat_timeout=10) as two:
-        _, second = two.run(*text, "--out", tmp_path / "run", before=IN_A_SAVE, wait_for=[1])
-    assert second.code == 1, second
-    ours = [line for line in second.err.splitlines() if line.startswith("effjax: ")]
-    assert ours == ["effjax: process 0 has ended. Start all processes again with --resume."]
-    assert "Traceback" not in second.err
-
-
-def test_an_error_of_one_process_ends_all(tmp_path, text):
+def test_an_error_of_one_process(tmp_path, options):
+    """It ends at once with its error. The other one, which waits for it, is ended by JAX."""
     before = "if process == 1: argv[argv.index('--data') + 1] = 'nowhere.jsonl'"
     with Group(heartbeat_timeout=5) as two:
-        first, second = two.run(*text, "--out", tmp_path / "run", before=before)
-    assert first.code not in (None, 0, PREEMPTED) and second.code == 2
-    assert second.err.startswith("effjax: nowhere.jsonl: ")
-    assert first.err.startswith("effjax: process 1 has ended: nowhere.jsonl: ")
-    assert first.err.endswith("Start all processes again with --resume.\n")
+        first, second = two.run(*options, *STEPS, "--out", tmp_path / "run", before=before)
+    assert second.code == 2 and second.err.startswith("effjax: nowhere.jsonl: cannot be read")
+    assert first.code not in (None, 0, 2, PREEMPTED) and not (tmp_path / "run").exists()
 
 
 LIBRARIES = """pass
@@ -293,27 +306,27 @@ patch.setattr(defaults, "library_digest", lambda _: str(process))"""
     [
         ("argv += ['--seed', '7']", "option --seed (=7 in process 1) is 0 in process 0"),
         ("argv += ['--resume', 'a-run']", "option --resume (='a-run' in process 1) is None"),
-        ("argv[argv.index('--data') + 1] = OTHER", "data `"),
+        ("argv[argv.index('--data') + 1] = OTHER", "data `sha256` (='"),
         ("patch.setenv('EFFJAX_CUDA', 'off')", "native kernels `EFFJAX_CUDA` (='off' in"),
         (LIBRARIES, "native kernels `library` (='1' in process 1) is '0' in process 0"),
     ],
 )
-def test_rejects_options_data_and_kernels_that_differ(tmp_path, text, change, message):
-    other = tmp_path / "other.jsonl"
-    other.write_text(text[3].read_text().replace("ab", "cd"))
-    before = f"OTHER = '{other}'\nif process == 1: {change}"
+def test_rejects_options_data_and_kernels_that_differ(tmp_path, base, options, change, message):
+    other = tmp_path / "other.jsonl"  # as long, with other contents
+    other.write_text((base / "rows.jsonl").read_text().replace("class", "klass"))
+    before = f"OTHER = {str(other)!r}\nif process == 1: {change}"
     with Group(heartbeat_timeout=5) as two:
-        first, second = two.run(*text, "--out", tmp_path / "run", before=before)
+        first, second = two.run(*options, *STEPS, "--out", tmp_path / "run", before=before)
     assert first.code == second.code == 2 and not (tmp_path / "run").exists()
     assert first.err.startswith(f"effjax: {message}") and second.err == first.err
 
 
 @pytest.mark.exhaustive
-def test_an_error_in_all_processes(tmp_path, text):
+def test_an_error_in_all_processes(tmp_path, options):
     """The first process checks the directory, and all print the error."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").touch()
     with Group(heartbeat_timeout=5) as two:
-        ended = two.run(*text, "--out", tmp_path / "run")
+        ended = two.run(*options, "--out", tmp_path / "run")
     assert [one.code for one in ended] == [2, 2], ended
     assert all("Give another --out" in one.err for one in ended)
