@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._files import check, check_distinct
-from .._unpickle import RefusedError, StandIn, Unpickler, reading, set_items
+from ._unpickle import RefusedError, StandIn, Unpickler, set_items
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -40,14 +40,25 @@ def read_torch(path: Path) -> Any:
             expanded, or the file is damaged, compressed, or was written on a big-endian machine.
         OSError: If the file cannot be read.
     """
-    with (
-        path.open("rb", buffering=0) as raw,
-        _File(raw) as file,
-        reading(path, "file of torch.save", ValueError, "Save model.state_dict() alone."),
-    ):
-        is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-        file.seek(0)
-        return (_read_zip if is_zip else _read_legacy)(file)
+    with path.open("rb", buffering=0) as raw, _File(raw) as file:
+        try:
+            is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+            file.seek(0)
+            return (_read_zip if is_zip else _read_legacy)(file)
+        except RefusedError as error:
+            raise ValueError(
+                f"{path}: refused, its pickle asks for {error!s:.200}; it must contain only arrays "
+                "and plain containers. Save model.state_dict() alone."
+            ) from error
+        except MemoryError:
+            raise
+        # A damaged pickle can raise almost any exception: the unpickler is a stack machine fed
+        # noise.
+        except Exception as error:
+            reason = str(error) if type(error) is ValueError else type(error).__name__
+            raise ValueError(
+                f"{path}: not a complete file of torch.save ({reason:.200})"
+            ) from error
 
 
 class _File(io.BufferedReader):
@@ -176,7 +187,7 @@ def _load(stream: io.BytesIO | _File, storage_of: Any = None, tensor: type = _Te
         tensor: The stand-in for tensors.
     """
     allowed = _ALLOWED | dict.fromkeys(_TENSORS, tensor)
-    return Unpickler(stream, allowed, storage_of, encoding="utf-8").load()
+    return Unpickler(stream, allowed, storage_of).load()
 
 
 def _storage_id(pid: Any) -> tuple[str, np.dtype, int]:

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save
 
 from effjax import convert
-from effjax._unpickle import Unpickler
+from effjax.convert._unpickle import Unpickler
 from tests.convert.cases import RECORDED
 from tests.convert.pickles import (
     ONE,

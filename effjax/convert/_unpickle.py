@@ -4,44 +4,18 @@
 arguments that the pickle passes to it.
 """
 
-import contextlib
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-from ._files import check
+from .._files import check
 
 _KEY_TYPES = (str, bytes, int, float, bool, type(None))
 
 
 class RefusedError(Exception):
     """Error for a pickle that needs more than the allow list. The message names it."""
-
-
-@contextlib.contextmanager
-def reading(source: object, kind: str, error_type: type[Exception], remedy: str) -> Iterator[None]:
-    """Convert the errors of a pickle that is damaged or asks for more than the allow list.
-
-    Args:
-        source: The name of the file.
-        kind: What the file must be, such as "pickle".
-        error_type: The type of the new error.
-        remedy: A sentence for a pickle that asks for more.
-    """
-    try:
-        yield
-    except RefusedError as error:
-        raise error_type(
-            f"{source}: refused, its pickle asks for {error!s:.200}; it must contain only arrays "
-            f"and plain containers. {remedy}"
-        ) from error
-    except MemoryError:
-        raise
-    # A damaged pickle can raise almost any exception: the unpickler is a stack machine fed noise.
-    except Exception as error:
-        reason = str(error) if type(error) is ValueError else type(error).__name__
-        raise error_type(f"{source}: not a complete {kind} ({reason:.200})") from error
 
 
 class StandIn:
@@ -132,7 +106,6 @@ class Unpickler(pickle._Unpickler):
         stream: The bytes. A read must not allocate more than there are.
         allowed: The stand-in of each (module, name) that a pickle may name.
         persistent_load: Returns the object of a persistent id. None refuses persistent ids.
-        encoding: The encoding of Python 2's strings.
     """
 
     # The base class is pickle's Python implementation: dict keys must be checked before they are
@@ -152,10 +125,9 @@ class Unpickler(pickle._Unpickler):
         stream: io.BytesIO | io.BufferedReader,
         allowed: Mapping[tuple[str, str], Any],
         persistent_load: Callable[[Any], Any] | None = None,
-        encoding: str = "bytes",
     ):
         self._allowed, self._load_persistent = allowed, persistent_load
-        super().__init__(stream, encoding=encoding)
+        super().__init__(stream, encoding="utf-8")  # of Python 2's strings
         self.memo = _Memo()
 
     def find_class(self, module_name: str, global_name: str) -> Any:
