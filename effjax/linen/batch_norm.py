@@ -26,38 +26,15 @@ from ..ops.batch_norm.sync import BatchStats
 class BatchNorm(nn.BatchNorm):
     """`flax.linen.BatchNorm` with synchronized statistics and a memory-efficient backward pass.
 
-    `y = activation((x − μ)/sqrt(σ² + ε)·scale + bias + residual)`, with μ and σ² of the batch
-    (`use_running_average=False`) or the running ones. Statistics are taken over all devices of
-    `axis_name`, and optionally under a mask, with one all-reduce per pass, or two small ones in the
-    forward pass of large layers. See `effjax.sync_batch_norm`.
-
     This is a drop-in replacement: it has all of Flax's fields, in order and with their defaults,
     and the same variables (`params`: scale, bias; `batch_stats`: mean, var), so checkpoints load
-    both ways. Differences from Flax:
+    both ways. It computes what `effjax.nnx.BatchNorm` does, which documents its differences from
+    Flax, the further options, and what is kept for the backward pass. Here
 
-    - `use_fast_variance` is ignored; the variance is always the numerically stable one.
+    - `momentum=None` adds `batch_stats/num_batches`.
     - `force_float32_reductions=False` only changes the dtype of the running statistics to
       `param_dtype`, as in Flax. Computation is always in float32 or wider.
-    - With `dtype=None`, float16 and bfloat16 inputs keep their dtype; Flax promotes them to
-      float32.
-    - A batch or channel without a single counted value leaves the running statistics unchanged.
-    - No gradient flows through the running statistics.
-    - `epsilon` must be positive in training.
-    - `residual` and `activation` are fused into the normalization.
 
-    Attributes:
-        momentum: weight of the old running statistics. None means the mean over all batches, which
-            adds `batch_stats/num_batches` (one float32 per channel).
-        unbiased_running_var: if True, the running variance is σ²·n/(n − 1), as in PyTorch.
-        track_running_stats: if False, there are no running statistics, and evaluation uses those of
-            the batch; `use_running_average` has no effect.
-        activation: None or "relu".
-        stats: how statistics are merged over devices, see `effjax.sync_batch_norm`.
-
-    Complex inputs work as in Flax, without `activation` (TypeError).
-
-    Kept for the backward pass: the input, in its own dtype or `dtype` if that is wider, and
-    a few numbers per channel. With `residual` and `activation`, the result is kept too.
     Training is for reverse mode only.
     """
 

@@ -47,19 +47,7 @@ class MSDeformAttn(nn.Module):
         spatial_shapes: Sequence[tuple[int, int]],
         padding_mask: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend from each query to points around its reference points.
-
-        Args:
-            query: `[N, Q, features]`.
-            reference_points: `[N, Q, L, 2]`, (x, y) in [0, 1] of each level, or boxes
-                `[N, Q, L, 4]`, (x, y, width, height), whose size scales the offsets.
-            value: `[N, S, features]`, the pixels of all levels, level by level.
-            spatial_shapes: (H, W) of each level.
-            padding_mask: `[N, S]`, True for padding pixels of value, which are replaced by zero.
-
-        Returns:
-            `[N, Q, features]`.
-        """
+        """Attend to points around reference points, as `effjax.nnx.MSDeformAttn` does."""
         as_precision(self.precision)
         shapes = shared.check_shapes(spatial_shapes, self.num_levels)
         num_samples = self.num_heads * self.num_levels * self.num_points  # of a query

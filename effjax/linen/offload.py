@@ -53,9 +53,7 @@ class OffloadModel(nn.Module):
 
     Reverse mode only.
 
-    The device holds the parameters of one slice (of two, in a stack), and the intermediates of one
-    slice and one microbatch. The backward pass recomputes each slice from its input, except for the
-    values that `policy` keeps.
+    `effjax.nnx.OffloadModel` describes what is on the device at a time.
 
     Dropout: layers draw the same numbers as in the unwrapped model. With several microbatches,
     microbatch m uses ``fold_in(key, m)`` of each key in `rngs`. In a stack, layer i uses
@@ -72,18 +70,8 @@ class OffloadModel(nn.Module):
 
     Args:
         layers: a sequence of modules and functions, an `nn.Sequential`, or the module of a stack.
-        num_slices: the number of slices, with about the same bytes of parameters in a sequence,
-            or the same number of layers in a stack. By default each layer is a slice, which needs
-            the least memory. A slice should be large enough to be worth a copy, such as a block of
-            convolution, norm and activation.
-        checkpoint_activation: whether residuals (the inputs of the slices, and the values that
-            `policy` keeps) are in host memory; otherwise they are on the device.
-        num_microbatches: the number of microbatches that go through a slice before the next one is
-            loaded.
-        compute_dtype: the floating-point dtype to which real floating-point parameters are cast on
-            the device. If None, no cast.
-        policy: the values that are not recomputed, one of ``jax.checkpoint_policies``, see
-            `effjax.offload_scan`. everything_saveable is fairscale's checkpoint_activation=False.
+        num_slices, checkpoint_activation, num_microbatches, compute_dtype, policy: as in
+            `effjax.nnx.OffloadModel`.
         num_layers: the number of layers of a stack.
 
     Raises:

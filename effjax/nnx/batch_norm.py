@@ -58,7 +58,7 @@ class BatchNorm(nnx.BatchNorm):
         activation: None or "relu".
         stats: how statistics are merged over devices, see `effjax.sync_batch_norm`.
 
-    Complex inputs work as in linen, without `activation` (TypeError).
+    Complex inputs work as in Flax's linen module, without `activation` (TypeError).
 
     Kept for the backward pass: the input, in its own dtype or `dtype` if that is wider, and
     a few numbers per channel. With `residual` and `activation`, the result is kept too.
