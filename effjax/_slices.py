@@ -130,10 +130,8 @@ def _is_cpu(place: jax.sharding.Sharding) -> bool:
 
 
 def _view(a: jax.Array) -> np.ndarray:
-    """Return a writable view of a new array on the CPU.
-
-    XLA for CPUs would copy it with every `_write`, and change the bits of bfloat16 NaNs.
-    """
+    """Return a writable view of a new array on the CPU."""
+    # XLA for CPUs would copy it with every `_write`, and change the bits of bfloat16 NaNs.
     data: Any = (ctypes.c_uint8 * a.nbytes).from_address(a.unsafe_buffer_pointer())
     return np.frombuffer(data, a.dtype).reshape(a.shape)
 

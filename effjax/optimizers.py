@@ -569,11 +569,9 @@ def _is_half(a: jax.Array) -> bool:
 
 
 def _round_update(p: jax.Array, u: jax.Array, key: jax.Array) -> jax.Array:
-    """Return the float32 update from p to the stochastically rounded p + u.
-
-    The difference of the rounded sum t and p is exact, unless |t| is much above |p|. Then its error
-    is a fraction of a float32 step of t, and p plus the difference is still rounded to t.
-    """
+    """Return the float32 update from p to the stochastically rounded p + u."""
+    # The difference of the rounded sum t and p is exact, unless |t| is much above |p|. Then its
+    # error is a fraction of a float32 step of t, and p plus the difference is still rounded to t.
     wide = p.astype(jnp.float32)
     total = wide + u.astype(jnp.float32)
     return _round_stochastically(total, jax.random.bits(key, p.shape, jnp.uint16), p.dtype) - wide

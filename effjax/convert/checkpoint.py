@@ -172,10 +172,8 @@ def check_checkpoint(
 
 
 def _check_count(folder: Path, layers: Shapes, others: Shapes) -> None:
-    """Raise ValueError for far more layers than the files have, before their names are listed.
-
-    A billion layers in config.json would take all memory.
-    """
+    """Raise ValueError for far more layers than the files have, before their names are listed."""
+    # A billion layers in config.json would take all memory.
     check_arrays(layers, others)
     with contextlib.suppress(OSError):  # a folder that must not be changed
         complete_replacement(folder)
@@ -511,10 +509,8 @@ def _load_quantized(
     tensors: Mapping[str, Tensor],
     report: Callable[[int], None],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the codes and scales of a stack of weights, which are read once.
-
-    The scales of all layers are on the host until the codes are complete: 1/64 of the numbers.
-    """
+    """Return the codes and scales of a stack of weights, which are read once."""
+    # The scales of all layers are on the host until the codes are complete: 1/64 of the numbers.
     _check_shards(leaf, codes, scales, tensors)
     form, dtype = "int8" if codes.array.dtype == jnp.int8 else "nf4", np.dtype(scales.array.dtype)
     kept: dict[tuple[str, Bounds], np.ndarray] = {}
@@ -659,10 +655,8 @@ def _replace_folder(folder: Path) -> None:
 
 
 def complete_replacement(folder: Path) -> None:
-    """Complete the replacement of a folder in which a process was killed, if there is one.
-
-    The older folder is renamed when the new one is complete, so for a moment none has the name.
-    """
+    """Complete the replacement of a folder in which a process was killed, if there is one."""
+    # The older folder is renamed when the new one is complete, so for a moment none has the name.
     partial, old = _hidden_folders(folder)
     if old.exists() and not folder.exists():
         (partial if partial.exists() else old).replace(folder)
@@ -714,10 +708,8 @@ def _write_all(
 
 @contextlib.contextmanager
 def _in_all_processes(step: str) -> Iterator[None]:
-    """Run a step of saving. All processes end it together, and raise an error if one does.
-
-    Otherwise the others would wait forever for the one that has failed.
-    """
+    """Run a step of saving. All processes end it together, and raise an error if one does."""
+    # Otherwise the others would wait forever for the one that has failed.
     error = None
     try:
         yield

@@ -97,10 +97,9 @@ class _Dict(StandIn, dict):
 
 
 class _Storage(StandIn):
-    """Memory of tensors.
+    """Memory of tensors."""
 
-    A tensor must be a view of a storage, never of another tensor, whose array may have strides.
-    """
+    # A tensor must be a view of a storage, never of another tensor, whose array may have strides.
 
     __slots__ = ("array",)
 
@@ -120,10 +119,9 @@ def _is_size(value: Any) -> bool:
 
 
 class _Tensor(StandIn):
-    """Stand-in for the functions that rebuild a tensor. A call returns a NumPy view of a storage.
+    """Stand-in for the functions that rebuild a tensor: a call returns a view of a storage."""
 
-    It is a class with empty `__slots__` because a pickle could set the attributes of a function.
-    """
+    # It is a class with empty `__slots__` because a pickle could set the attributes of a function.
 
     __slots__ = ()
 

@@ -77,11 +77,9 @@ def check_num_features(x: jax.Array, axis: Axes, *arrays: Any) -> None:
 
 
 def output_dtype(x: jax.Array, dtype: DTypeLike | None, *params: jax.Array | None) -> jnp.dtype:
-    """Return `dtype`, or by default the dtype of half-precision x and else the promoted dtype.
-
-    Flax promotes half-precision inputs with float32 parameters to float32, which doubles the memory
-    of everything after the layer. Here the statistics are float32 in any case.
-    """
+    """Return `dtype`, or by default the dtype of half-precision x and else the promoted dtype."""
+    # Flax promotes half-precision inputs with float32 parameters to float32, which doubles the
+    # memory of everything after the layer. Here the statistics are float32 in any case.
     if dtype is not None:
         dtype, is_complex = jnp.dtype(dtype), jnp.iscomplexobj(x)
         # A cast of complex x to a real dtype would drop the imaginary part.

@@ -319,14 +319,12 @@ def _take_rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _take_narrow_rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return the rows of a matrix of 16 bits, such that its gradient is summed in float32.
-
-    The gradient of `weight[tokens]` adds row after row in 16 bits, which loses the small terms of
-    frequent tokens. Before compute capability 9.0, GPUs add bfloat16 in a loop of compare-and-swap,
-    which is slow where many rows collide. Here only the first position of a token in a sequence
-    reads the matrix, and the others read the first: their gradients are added to it in float32, and
-    then to the matrix one time for each sequence.
-    """
+    """Return the rows of a matrix of 16 bits, such that its gradient is summed in float32."""
+    # The gradient of `weight[tokens]` adds row after row in 16 bits, which loses the small terms of
+    # frequent tokens. Before compute capability 9.0, GPUs add bfloat16 in a loop of compare-and-
+    # swap, which is slow where many rows collide. Here only the first position of a token in a
+    # sequence reads the matrix, and the others read the first: their gradients are added to it in
+    # float32, and then to the matrix one time for each sequence.
     first = jnp.argmax(tokens[:, :, None] == tokens[:, None, :], -1)  # [N, T], without [N, T, T]
     is_first = first == jnp.arange(tokens.shape[1])
     rows = weight.at[jnp.where(is_first, tokens, weight.shape[0])].get(mode="fill", fill_value=0)

@@ -262,11 +262,9 @@ class ResNet(ImageNetwork, ResNetConfig):
         return lax.stop_gradient(h) if part <= self.frozen_stages else h
 
     def _recompute(self, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return a function of modules that keeps little for its backward pass if `efficient`.
-
-        It keeps the statistics of the norms, so that the backward pass repeats no all-reduce, and
-        with save="conv" the convolutions marked by `keep_conv`.
-        """
+        """Return a function of modules that keeps little for its backward pass if `efficient`."""
+        # It keeps the statistics of the norms, so that the backward pass repeats no all-reduce, and
+        # with save="conv" the convolutions marked by `keep_conv`.
         if not self.efficient:
             return run
         names = (STATISTICS, CONV_OUTPUT) if self.save == "conv" else (STATISTICS,)

@@ -105,10 +105,8 @@ class Gpus(NamedTuple):
     newest: int  # compute capability of the newest GPU, 10 * major + minor
 
     def find_problem(self) -> str | None:
-        """Return the reason why the kernels cannot run on these GPUs, or None.
-
-        Without GPUs the result is None, because programs can still be compiled and planned.
-        """
+        """Return the reason why the kernels cannot run on these GPUs, or None."""
+        # Without GPUs the result is None, because programs can still be compiled and planned.
         major, minor = self.built // 1000, self.driver % 1000 // 10
         if self.driver and self.driver // 1000 < major:
             needed = f" ({_DRIVERS[major]} or newer)" if major in _DRIVERS else ""

@@ -104,10 +104,8 @@ def read_variable() -> str:
 
 @functools.cache  # programs of one process must agree
 def _outcomes_here() -> Outcomes:
-    """Return the verdict on the GPUs of this process, which has none in a job of several.
-
-    The processes of a job must run equal programs, and their verdicts may differ.
-    """
+    """Return the verdict on the GPUs of this process, which has none in a job of several."""
+    # The processes of a job must run equal programs, and their verdicts may differ.
     if jax.distributed.is_initialized() and jax.process_count() > 1:
         return {}
     key = find_key("cuda")

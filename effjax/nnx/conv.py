@@ -27,9 +27,7 @@ def make_conv(
 
 
 def cast_parameters(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
-    """Cast features and parameters to the features' dtype: the `promote_dtype` of Flax's layers.
-
-    Flax's own function would promote features in half precision to the parameters' float32.
-    """
+    """Cast features and parameters to the features' dtype: the `promote_dtype` of Flax's layers."""
+    # Flax's own function would promote features in half precision to the parameters' float32.
     del dtype, inexact  # a network casts its images once
     return tuple(None if a is None else a.astype(arrays[0].dtype) for a in arrays)

@@ -194,11 +194,9 @@ class DenseLayer(nnx.Module):
 def shared_batch_options(
     norms: Sequence[BatchNorm], use_running_average: bool | None = None
 ) -> dict[str, Any] | None:
-    """Return the options with which all norms compute batch statistics, or None if they differ.
-
-    Norms differ, or use their running statistics, after a user has changed or frozen some of them.
-    One fused operator cannot replace such norms.
-    """
+    """Return the options with which all norms compute batch statistics, or None if they differ."""
+    # Norms differ, or use their running statistics, after a user has changed or frozen some of
+    # them. One fused operator cannot replace such norms.
     if any(norm._uses_running_average(use_running_average) for norm in norms):
         return None
     names = ("axis_name", "axis_index_groups", "epsilon", "stats")

@@ -186,11 +186,9 @@ def _select(options: _Options, q, k, v, segment_ids) -> str:
 
 
 def _can_trace(attend: Callable, options: _Options, *arrays) -> bool:
-    """Return True if the gradients of a library's kernel can be traced here.
-
-    cuDNN checks shapes, its version and the GPU. Pallas kernels do not support shard_map with
-    check_vma=True.
-    """
+    """Return True if the gradients of a library's kernel can be traced here."""
+    # cuDNN checks shapes, its version and the GPU. Pallas kernels do not support shard_map with
+    # check_vma=True.
 
     def loss(q, k, v, segment_ids):
         return attend(options, q, k, v, segment_ids).astype(jnp.float32).sum()

@@ -84,11 +84,9 @@ def dequantize(matrix: Quantized, size: int, dtype: Any) -> jax.Array:
 
 
 def _look_up(codes: jax.Array, dtype: Any) -> jax.Array:
-    """Return the values of NF4 codes.
-
-    Each bit halves the candidates. XLA fuses these selections with what uses them, while a gather
-    is slow on TPUs.
-    """
+    """Return the values of NF4 codes."""
+    # Each bit halves the candidates. XLA fuses these selections with what uses them, while a gather
+    # is slow on TPUs.
     values: list[Any] = [jnp.asarray(value, dtype) for value in NF4]
     for bit in range(4):
         is_set = (codes >> bit & 1).astype(bool)

@@ -93,11 +93,9 @@ def compile_in(folder: Path) -> dict[str, Any]:
 
 
 def _assign_buffers(compile_module: Callable[[], Any], dump: Path) -> None:
-    """Compile for a GPU until XLA has assigned the buffers, or raise the compiler's error.
-
-    What follows is the machine code of each kernel. It takes two thirds of the time of a deep
-    network, and a plan does not read it.
-    """
+    """Compile for a GPU until XLA has assigned the buffers, or raise the compiler's error."""
+    # What follows is the machine code of each kernel. It takes two thirds of the time of a deep
+    # network, and a plan does not read it.
     compilation = concurrent.futures.ThreadPoolExecutor().submit(compile_module)
     while not (is_dumped := _is_dumped(dump)) and not compilation.done():
         concurrent.futures.wait([compilation], timeout=0.05)

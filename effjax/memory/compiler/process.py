@@ -198,11 +198,9 @@ def effort_variables() -> dict[str, str]:
 
 
 def _search_path() -> list[str]:
-    """Return the caller's search path without the working directory.
-
-    A file in the working directory could shadow a module. If effjax or JAX is installed there, the
-    directory comes last.
-    """
+    """Return the caller's search path without the working directory."""
+    # A file in the working directory could shadow a module. If effjax or JAX is installed there,
+    # the directory comes last.
     paths = [path for path in sys.path if path and Path(path).absolute() != Path.cwd()]
     homes = (str(Path(file).parents[level]) for file, level in ((__file__, 3), (jax.__file__, 1)))
     return list(dict.fromkeys([*paths, *homes]))

@@ -158,12 +158,11 @@ class _Scheduler:
 
 
 class _Timeline:
-    """One execution of a computation.
+    """One execution of a computation."""
 
-    The device executes the instructions in order. A copy or collective that is started uses its
-    channel from then on, one after the other, and the device waits for it at its end ("done") if it
-    is not ready. A copy or collective that is not asynchronous stops the device.
-    """
+    # The device executes the instructions in order. A copy or collective that is started uses its
+    # channel from then on, one after the other, and the device waits for it at its end ("done") if
+    # it is not ready. A copy or collective that is not asynchronous stops the device.
 
     def __init__(self, scheduler: _Scheduler):
         self.scheduler = scheduler

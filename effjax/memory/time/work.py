@@ -169,10 +169,8 @@ class WorkCounter:
         return size
 
     def _read_parameter(self, computation: str, position: int) -> int:
-        """Return the bytes that a fused computation reads of one parameter.
-
-        A parameter of which only slices are used is read in parts.
-        """
+        """Return the bytes that a fused computation reads of one parameter."""
+        # A parameter of which only slices are used is read in parts.
         key = computation, position
         if key not in self._reads:
             body = self.module.computations[computation]
@@ -255,11 +253,10 @@ def _target(attributes: str) -> str:
 
 
 def _stated(instruction: Instruction, quantity: Literal["flops", "memory_bytes"]) -> int | None:
-    """Return the work that a custom call states in its frontend attributes, or None.
-
-    `jax.experimental.xla_metadata.set_xla_metadata(flops=…, memory_bytes=…)` around a call sets
-    them. The FLOPs are those of vector units, in float32 or, with operands of float64, in float64.
-    """
+    """Return the work that a custom call states in its frontend attributes, or None."""
+    # `jax.experimental.xla_metadata.set_xla_metadata(flops=…, memory_bytes=…)` around a call sets
+    # them. The FLOPs are those of vector units, in float32 or, with operands of float64, in
+    # float64.
     if instruction.opcode != "custom-call":
         return None
     attributes = _braces(instruction.attributes, "frontend_attributes=")
@@ -343,10 +340,8 @@ def _attention_flops(shapes: Sequence[_Shape], text: str, is_backward: bool) -> 
 
 
 def _bias_bytes(shape: str, text: str) -> int:
-    """Return the bytes that cuDNN's attention reads of a bias, such as a mask; 0 if it is none.
-
-    Each head reads it, also if it is the same for all of them.
-    """
+    """Return the bytes that cuDNN's attention reads of a bias, such as a mask; 0 if it is none."""
+    # Each head reads it, also if it is the same for all of them.
     with contextlib.suppress(ValueError):  # the text is of an unknown form
         batch, heads, *pair = scores = _attention_scores(text)
         (array,) = arrays(shape)
@@ -365,10 +360,8 @@ def _attention_scores(text: str) -> tuple[int, ...]:
 
 
 def _attention_pairs(scores: Sequence[int], text: str) -> int:
-    """Return the number of pairs of a query and a key that each head computes.
-
-    Of causal attention, half of the pairs count; of a sliding window, those inside.
-    """
+    """Return the number of pairs of a query and a key that each head computes."""
+    # Of causal attention, half of the pairs count; of a sliding window, those inside.
     *_, queries, keys = scores
     if "CAUSAL" not in text or keys != queries:
         return queries * keys

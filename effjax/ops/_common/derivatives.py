@@ -24,11 +24,9 @@ def needs_xla(operator: str, *requirements: str) -> str:
 
 
 def forbid_higher_order(op: Callable, error: str) -> Callable:
-    """Return `op` such that differentiating it raises NotImplementedError.
-
-    The forward and backward passes of a custom_vjp are wrapped in this: JAX differentiates them
-    only for a second derivative.
-    """
+    """Return `op` such that differentiating it raises NotImplementedError."""
+    # The forward and backward passes of a custom_vjp are wrapped in this: JAX differentiates them
+    # only for a second derivative.
     return lambda *arrays: op(*_first_order_only_p.bind(*arrays, error=error))
 
 

@@ -69,19 +69,16 @@ def _as_platform(backend: str) -> str:
 
 
 def known_sizes(*sizes: Any) -> tuple[int, ...]:
-    """Return sizes as numbers, for limits of memory. A symbolic size of `jax.export` counts as 1.
-
-    The limit is then one for each image of a batch of unknown size.
-    """
+    """Return sizes as numbers, for limits of memory."""
+    # A symbolic size of `jax.export` counts as 1: the limit is then one for each image of a batch
+    # of unknown size.
     return tuple(size if isinstance(size, int) else 1 for size in sizes)
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """Return the bytes of an array on the traced platform, with the padding of a TPU.
-
-    A TPU stores the last two axes in tiles of 128 elements along the last axis, and of 8 rows of
-    32 bits along the axis before. Arrays of one axis are counted without padding.
-    """
+    """Return the bytes of an array on the traced platform, with the padding of a TPU."""
+    # A TPU stores the last two axes in tiles of 128 elements along the last axis, and of 8 rows of
+    # 32 bits along the axis before. Arrays of one axis are counted without padding.
     itemsize = jax.numpy.dtype(dtype).itemsize
     shape = known_sizes(*shape)
     if traced_platform() == "tpu" and len(shape) > 1:

@@ -32,10 +32,8 @@ def manual_axes() -> frozenset:
 
 
 def cast_to_varying(x: jax.Array, axes: frozenset = frozenset()) -> jax.Array:
-    """Cast x to vary over `axes`, and over the axes over which its type is reduced.
-
-    The transpose of the first cast sums over the added axes.
-    """
+    """Cast x to vary over `axes`, and over the axes over which its type is reduced."""
+    # The transpose of the first cast sums over the added axes.
     kind = jax.typeof(x).manual_axis_type
     # A reduced type asks for an unreduced gradient, which the transpose of this cast returns.
     if kind.reduced:
@@ -115,11 +113,9 @@ def with_auto_axes_over_batch(fun: Callable, x: jax.Array) -> Callable:
 
 
 def with_auto_axes(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
-    """On the Explicit axes of the mesh of x, leave the sharding inside `fun` to XLA.
-
-    The loops and slices inside an operator have no single correct sharding type. XLA's partitioner
-    chooses one.
-    """
+    """On the Explicit axes of the mesh of x, leave the sharding inside `fun` to XLA."""
+    # The loops and slices inside an operator have no single correct sharding type. XLA's
+    # partitioner chooses one.
     axes = explicit_axes(x)
     if not axes:
         return fun

@@ -118,11 +118,9 @@ def _local_moments(x: jax.Array, mask: jax.Array | None, axes: tuple[int, ...]) 
 
 
 def _block_moments(x, mask, axes: tuple[int, ...], blocks: int, axis: int) -> tuple:
-    """Return the result of `_local_moments`, for an x that jit may shard along `axis`.
-
-    Two passes over a sharded x would be two all-reduces, one after the other. Inside the blocks of
-    `find_blocks` both passes stay on the device, and one all-reduce merges the blocks.
-    """
+    """Return the result of `_local_moments`, for an x that jit may shard along `axis`."""
+    # Two passes over a sharded x would be two all-reduces, one after the other. Inside the blocks
+    # of `find_blocks` both passes stay on the device, and one all-reduce merges the blocks.
     inner = tuple(a + (a >= axis) for a in axes)  # without the axis of the blocks
     counted = None if mask is None else split_blocks(mask, blocks, axis)
     mean, m2, count = _local_moments(split_blocks(x, blocks, axis), counted, inner)
@@ -144,10 +142,8 @@ def _block_moments(x, mask, axes: tuple[int, ...], blocks: int, axis: int) -> tu
 
 
 def _merge(mean, m2, count, equal_counts: bool, reduction: Reduction) -> tuple:
-    """Merge (mean, M2, count) of all devices by Chan's formula, with one or two all-reduces.
-
-    ``M2 = sum_i M2_i + count_i * (mean_i - mean)**2``
-    """
+    """Merge (mean, M2, count) of all devices by Chan's formula, with one or two all-reduces."""
+    # ``M2 = sum_i M2_i + count_i * (mean_i - mean)**2``
     size = reduction.size
     arrays = (mean, m2) if equal_counts else (mean, m2, count)
     message = jnp.concatenate([v.ravel() for v in arrays])
@@ -318,12 +314,10 @@ def normalize_backward(
 
 
 def get_axis_sizes(names: AxisNames) -> tuple[int, ...]:
-    """Return the number of devices along each axis.
-
-    Call this outside of a custom_vjp. When JAX differentiates jit, checkpoint or scan of a vmap,
-    the rules run where vmap's axes are out of scope: only `psum` and `axis_index` with a single
-    name still work.
-    """
+    """Return the number of devices along each axis."""
+    # Call this outside of a custom_vjp. When JAX differentiates jit, checkpoint or scan of a vmap,
+    # the rules run where vmap's axes are out of scope: only `psum` and `axis_index` with a single
+    # name still work.
     try:
         return tuple(int(lax.axis_size(name)) for name in names)
     except NameError:

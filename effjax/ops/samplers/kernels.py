@@ -208,10 +208,8 @@ def _select_by_platform(native: dict[str, Callable], default: Callable) -> Calla
 
 
 def _fail_at_compile_time(run: Callable, operator: str) -> Callable:
-    """Return `run` such that it can be traced but not compiled.
-
-    The platform is known only at compile time.
-    """
+    """Return `run` such that it can be traced but not compiled."""
+    # The platform is known only at compile time.
     return lambda x, *args, **options: run(
         _unsupported_p.bind(x, operator=operator), *args, **options
     )

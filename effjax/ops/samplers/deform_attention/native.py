@@ -63,11 +63,9 @@ _SORT_BYTES = 4 * 4 * (1 + 2 * 2)
 
 
 def sorted_attend_backward(*args, levels: Levels, chunk_bytes: int) -> tuple:
-    """Compute all gradients; dvalue without atomic additions, whose order varies on a GPU.
-
-    The corners of the samples are sorted by their pixel, and the corners of each pixel are summed
-    in that order. Chunks of queries, one after the other, limit the memory of the sort.
-    """
+    """Compute all gradients; dvalue without atomic additions, whose order varies on a GPU."""
+    # The corners of the samples are sorted by their pixel, and the corners of each pixel are summed
+    # in that order. Chunks of queries, one after the other, limit the memory of the sort.
     value, locations, weights, dy = args = match_varying(args)
     _, *gradients = attend_backward(*args, levels=levels, chunk_bytes=chunk_bytes, skip_dvalue=True)
     n, queries, heads, *of_head, _ = known_sizes(*locations.shape)

@@ -65,11 +65,9 @@ def attend_backward(
     levels: Levels,
     chunk_bytes: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of value, locations and weights, all of the dtype of weights.
-
-    At integer positions, where bilinear interpolation has a kink, the derivative with respect to
-    the location is the right-sided one.
-    """
+    """Return the gradients of value, locations and weights, all of the dtype of weights."""
+    # At integer positions, where bilinear interpolation has a kink, the derivative with respect to
+    # the location is the right-sided one.
     dtype = weights.dtype
     rows, dy = _pack_heads(value.astype(dtype)), _pack_heads(dy.astype(dtype))
     rows, *arrays = match_varying((rows, locations, weights, dy))
@@ -127,10 +125,8 @@ def _flatten(a: jax.Array) -> jax.Array:
 
 
 def _pack_heads(a: jax.Array) -> jax.Array:
-    """Reshape [N, S, M, D] to [N, S, M / k, k * D] with k heads in a row.
-
-    A TPU pads rows to 128 numbers. It reads whole rows, and the lanes of other heads are masked.
-    """
+    """Reshape [N, S, M, D] to [N, S, M / k, k * D] with k heads in a row."""
+    # A TPU pads rows to 128 numbers. It reads whole rows, and the lanes of other heads are masked.
     n, pixels, heads, depth = a.shape
     count = 1
     if traced_platform() == "tpu":
@@ -140,11 +136,9 @@ def _pack_heads(a: jax.Array) -> jax.Array:
 
 
 def _queries_per_chunk(rows: jax.Array, locations: jax.Array, chunk_bytes: int) -> int:
-    """Return the number of queries of a chunk; chunks are of equal size, and as few as fit.
-
-    On a TPU, queries are the last axis of locations and weights in memory, which is padded to 128.
-    Chunks of many queries are therefore split again.
-    """
+    """Return the number of queries of a chunk; chunks are of equal size, and as few as fit."""
+    # On a TPU, queries are the last axis of locations and weights in memory, which is padded to
+    # 128. Chunks of many queries are therefore split again.
     queries = locations.shape[1]
     samples = math.prod(known_sizes(*locations.shape[:5])), rows.shape[-1]
     total = max(SAMPLE_COPIES * array_bytes(samples, locations.dtype), 1)

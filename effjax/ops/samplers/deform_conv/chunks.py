@@ -105,11 +105,9 @@ def backward(static: Static, x, offset, mask, kernel, dy) -> tuple:
 
 
 def rows_per_chunk(static: Static, x, offset, kernel, sample_bytes: int, tap_bytes: int = 0) -> int:
-    """Return the number of output rows of a chunk, at least one.
-
-    A smaller last chunk may have a workspace in addition to that of the others: both together stay
-    below the limit. Of all such sizes, choose the one with the fewest chunks.
-    """
+    """Return the number of output rows of a chunk, at least one."""
+    # A smaller last chunk may have a workspace in addition to that of the others: both together
+    # stay below the limit. Of all such sizes, choose the one with the fewest chunks.
     n, height, width = known_sizes(*offset.shape[:3])
     taps, groups, channels = static.geometry.taps, static.geometry.offset_groups, x.shape[-1]
     # The native kernels sum the channels of a group in blocks of 64.
@@ -166,10 +164,9 @@ def multiply_backward_columns(
 def multiply_backward_kernel(
     columns: jax.Array, dy: jax.Array, kernel: jax.Array, dtype: Any, static: Static
 ) -> jax.Array:
-    """Return the gradient of the kernel's blocks, [D, groups, O / groups, K, C / groups].
-
-    It is transposed because a CPU is 1.5 times as fast with the long axis of the columns innermost.
-    """
+    """Return the gradient of the kernel's blocks, [D, groups, O / groups, K, C / groups]."""
+    # It is transposed because a CPU is 1.5 times as fast with the long axis of the columns
+    # innermost.
     columns, dy = _split_columns(columns, kernel), _split_outputs(dy, kernel)
     examples = dy.shape[0]
     splits = _num_splits(columns, math.prod(kernel.shape[1:]) * dtype.itemsize)

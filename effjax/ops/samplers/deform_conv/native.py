@@ -72,11 +72,9 @@ def _row_bytes(rows: int, *arrays) -> int:
 def _deterministic_columns_backward(
     x, offset, mask, row, dcolumns, dx, doffset, dmask, geometry: Geometry
 ) -> tuple:
-    """Compute all gradients; dx without atomic additions, whose order varies on a GPU.
-
-    The corners of all samples are sorted by their pixel, and the corners of each pixel are summed
-    in that order.
-    """
+    """Compute all gradients; dx without atomic additions, whose order varies on a GPU."""
+    # The corners of all samples are sorted by their pixel, and the corners of each pixel are summed
+    # in that order.
     args = match_varying((x, offset, mask, row, dcolumns, dx, doffset, dmask))
     _, offset, mask, row, dcolumns, *_ = args
     dx, doffset, dmask = _columns_backward(*args, geometry=geometry, skip_dx=True)

@@ -62,10 +62,8 @@ def _count_samples(bins: tuple[int, ...], pooling: Pooling) -> tuple[int, int | 
 
 
 def deterministic_pool_backward(*args, pooling: Pooling) -> tuple[jax.Array, jax.Array]:
-    """Compute dx without atomic additions, whose order varies on a GPU.
-
-    Each pixel adds up the bins that read it, in their order.
-    """
+    """Compute dx without atomic additions, whose order varies on a GPU."""
+    # Each pixel adds up the bins that read it, in their order.
     return pool_backward(*args, pooling=pooling, target=_DETERMINISTIC)
 
 

@@ -185,10 +185,8 @@ def _over_samples(
 
 
 def _range(first, step, count, size, pooling: Pooling) -> tuple[list, list]:
-    """Return each bin's first sample that may count, and the number of iterations, by axis.
-
-    Only a few samples of a large box are inside the image.
-    """
+    """Return each bin's first sample that may count, and the number of iterations, by axis."""
+    # Only a few samples of a large box are inside the image.
     if pooling.samples:
         return [jnp.zeros((), first.dtype)] * 2, [pooling.samples] * 2
     starts, num_iterations = [], []
