@@ -44,6 +44,7 @@ def make_schedule(
     if warmup is None:
         return optax.cosine_decay_schedule(learning_rate, steps)
     count = math.ceil(warmup * steps)
+    # A run that is all warmup has no decay, but optax needs a length above 0.
     rest = max(steps - count, 1)
     decays = {
         "cosine": optax.cosine_decay_schedule(learning_rate, rest, lowest),

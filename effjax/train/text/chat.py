@@ -96,8 +96,11 @@ class Tokenizer:
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in answers if has_loss is None or has_loss[i]]
+        # Marks of the template itself are exact, also if it changes turns that others follow.
         if self.marks_generation:
             pieces = self._render(messages, False, tools, variables).split(MARK)
+            # Each block has a mark at both ends: an odd number of pieces, of which every second one
+            # is trained.
             if len(pieces) % 2 == 0:
                 raise DataError(
                     "the chat template removes one end of a {% generation %} block, for example "
@@ -132,6 +135,8 @@ class Tokenizer:
                 )
             texts.append(text)
             spans.append((len(prompt), len(text)))
+        # If the whole conversation begins with the text of every turn, one sequence trains all of
+        # them, at the cost of one pass.
         whole = self.render(messages, False, tools, variables)
         if all(whole.startswith(text) for text in texts):
             return [(whole, tuple(spans))]
@@ -218,6 +223,8 @@ def load_tokenizer(
         and isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
     }
     beginning, end = _added_tokens(backend)
+    # tokenizer.json of most checkpoints adds no EOS, but a model that does not see one does not
+    # learn to stop.
     if "eos_token" in variables:
         eos = backend.token_to_id(variables["eos_token"])
         if eos is None:

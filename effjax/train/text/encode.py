@@ -77,6 +77,8 @@ def _count_before_cut(part: str, encoding: Any, tokens: Tokens) -> int | None:
     def is_after_line(end: int) -> bool:
         return part[end - 1] == "\n" and not part[end].isspace()
 
+    # Later places are tried only if there is none of the kind before. A space between two letters
+    # is a boundary for every tokenizer; after a line feed, for most of them.
     for accepts in (is_before_space, is_after_line, lambda end: True):
         for place in places:
             if accepts(int(ends[place])):

@@ -194,6 +194,7 @@ class DecoderLearner:
             # The recomputation of a layer, and a run that resumes, drop the same numbers.
             step_key = jax.random.fold_in(key, state.step) if self.config.lora_dropout else None
             result = train_step(state.model, batch, step_key)
+            # The loop reads only the loss. A gradient that is not finite shows in it as NaN.
             metrics: Any = jnp.where(result.finite, result.loss, jnp.nan)
             if self.config.has_pairs:
                 count = jnp.sum(batch["pairs"])
@@ -229,6 +230,7 @@ class DecoderLearner:
 
         def step(layers: Params, others: Params, batch: Any) -> Any:
             others = to_device(others)
+            # trainable=False keeps no residuals, so that nothing is written to host memory.
             x = offload_scan(layer, layers, embed(others, batch), trainable=False, **self._places())
             return head(others, x, batch)
 
@@ -272,6 +274,8 @@ class DecoderLearner:
         clip_by = "previous" if config.fuse_update and config.clip_norm else "global"
         return offload_train_step(
             *self._functions(), self.optimizer,
+            # A microbatch, or the rows of a device, may have more tokens with loss than another
+            # one.
             weighted_loss=True, head_has_aux=config.has_pairs,
             fuse_update=config.fuse_update, clip_norm=config.clip_norm or None, clip_by=clip_by,
             skip_nonfinite=config.on_nan == "skip",
@@ -290,6 +294,8 @@ class DecoderLearner:
         layers, _ = decoder_shapes(self.model)
         rank, shapes = self.config.lora, {}
         for module in self.adapted:
+            # float32, as in PEFT: adapters are small, and a bfloat16 number would round away
+            # updates below 1/512 of it.
             count, outputs, inputs = layers[f"{module}.weight"].shape
             for end, shape in ((LORA_A, (rank, inputs)), (LORA_B, (outputs, rank))):
                 shapes[f"{module}.{end}"] = jax.ShapeDtypeStruct((count, *shape), jnp.float32)
@@ -303,6 +309,7 @@ class DecoderLearner:
             def draw(i: int, name: str, a: jax.ShapeDtypeStruct) -> jax.Array:
                 if name.endswith(LORA_B):
                     return jnp.zeros(a.shape, a.dtype)
+                # PEFT's kaiming_uniform with a = sqrt(5) is this bound.
                 bound = a.shape[-1] ** -0.5
                 key_i = jax.random.fold_in(key, i)
                 return jax.random.uniform(key_i, a.shape, a.dtype, -bound, bound)

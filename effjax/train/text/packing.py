@@ -73,6 +73,8 @@ class PackedSequences:
                 first, last = source.offsets[sequence : sequence + 2]
                 start, end = end, end + last - first
                 batch["tokens"][i, start:end] = source.tokens[first:last]
+                # Labels are shifted within a sequence. The last token of one never predicts the
+                # first of the next one.
                 batch["labels"][i, start : end - 1] = source.tokens[first + 1 : last]
                 batch["weights"][i, start : end - 1] = source.has_loss[first + 1 : last]
                 batch["positions"][i, start:end] = np.arange(last - first)
@@ -116,6 +118,8 @@ def _distribute(
             room -= size
         return np.arange(number), np.array([*firsts, number])
     row_of = np.zeros(number, np.int64)
+    # Best fit, decreasing: the fullest row with room is found by bisection over the different
+    # rooms, of which there are at most `length`.
     rooms: list[int] = []  # the different numbers of free tokens, sorted
     rows: dict[int, list[int]] = {}  # the rows with that many
     count = 0
@@ -275,6 +279,7 @@ def eval_batches(
         batch_size: Number of rows in a batch.
         rows: Rows of each batch to return (those of this process).
     """
+    # Padding keeps one shape, for which the step is compiled once.
     for numbers in number_rows(len(packed), batch_size):
         yield packed.batch(numbers[rows])
 
@@ -289,6 +294,8 @@ def number_rows(count: int, batch_size: int) -> Iterator[np.ndarray]:
 def _train_order(count: int, seed: int, first: int, shuffled: bool) -> Iterator[int]:
     """Yield the rows of all epochs, from the given one on."""
     for epoch in itertools.count(first // count):
+        # An epoch's order is drawn from its number, not from the state of a generator: a run that
+        # resumes in epoch 5 does not draw those before it.
         order = np.random.default_rng([seed, epoch]).permutation(count)
         order = order if shuffled else np.arange(count)
         yield from order[first % count if epoch == first // count else 0 :]

@@ -88,6 +88,7 @@ def forms(config: FinetuneConfig, given: Collection[str], num_devices: int = 1) 
         changed = dataclasses.replace(
             config, **{key: value for key, value in form.items() if key not in given}
         )
+        # Forms that differ in an option that was given are the same step.
         if all(changed != other.config for other in result.values()):
             result[name] = Form(changed, step)
     return result
@@ -97,6 +98,8 @@ def smaller_states(config: FinetuneConfig) -> Iterator[FinetuneConfig]:
     """Yield configurations that train with less memory for parameters and moments."""
     if config.optimizer != "adamw8bit":
         yield dataclasses.replace(config, optimizer="adamw8bit")
+    # In the order of what they change of the result: rounding of moments, the trained parameters,
+    # the weights of the base.
     if config.lora is None:
         config = dataclasses.replace(config, lora=16, learning_rate=None).resolve()
         yield config
@@ -111,6 +114,7 @@ def smaller_batches(config: FinetuneConfig) -> Iterator[tuple[FinetuneConfig, fl
         size //= 2
         yield dataclasses.replace(config, batch_size=size), size / config.batch_size
     length = config.max_length
+    # Rows first: fewer of them change the gradients' noise, shorter ones cut conversations.
     while length > 512:
         length //= 2
         share = size * length / (config.batch_size * config.max_length)

@@ -43,6 +43,7 @@ def sum_log_probs(model: DecoderConfig, others: Params, hidden: jax.Array, batch
     losses = token_losses(model, others, hidden, labels, weights != 0)[..., None]  # [2 N, T, 1]
     count = batch["pairs"].shape[1]
     if "segment_ids" in batch:
+        # [2 N, T, P]: a sum over tokens for each pair of a packed row, without a scatter.
         is_of_pair = _as_rows(batch["segment_ids"])[..., None] == jnp.arange(1, count + 1)
         losses = jnp.where(is_of_pair, losses, 0)
     return -jnp.swapaxes(losses.sum(1).reshape(-1, 2, count), 1, 2)
@@ -58,6 +59,7 @@ def preference_loss(
         log_probs: From `sum_log_probs`.
         batch: From `PackedPairs.batch`.
     """
+    # beta · log(π / π₀)
     rewards = beta * (log_probs - batch["references"])
     chosen, rejected = rewards[..., 0], rewards[..., 1]
     margin, pairs = chosen - rejected, batch["pairs"]

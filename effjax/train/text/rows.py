@@ -70,6 +70,7 @@ class Sequences:
 
     def repeat(self, counts: np.ndarray) -> "Sequences":
         """Return each sequence some number of times, int64 [number of sequences]."""
+        # One mask over the tokens, without a loop in Python over millions of sequences.
         if counts.max(initial=0) <= 1:
             of_tokens = np.repeat(counts > 0, self.lengths)
             offsets = np.concatenate([[0], np.cumsum(self.lengths[counts > 0])])
@@ -242,6 +243,7 @@ def load_rows(
     )
     num_rows = sum(len(part.hashes) for part in used)
     num_cut, num_skipped = sum(p.num_cut for p in used), sum(p.num_skipped for p in used)
+    # A column may be in some rows only, so that this is known after all of them.
     if missing := sorted(reader.columns.keys() - reader.found):
         raise DataError(f"{shown}: no row has the column {reader.columns[missing[0]]!r:.120}.")
 
@@ -274,6 +276,7 @@ def _count(hashes: np.ndarray, excluded: np.ndarray, weight: float) -> np.ndarra
     is_train = ~np.isin(hashes, excluded)
     whole, number = int(weight), int(is_train.sum())
     counts = np.where(is_train, whole, 0).astype(np.int64)
+    # Not by a seed: a run that resumes, and one with another seed, has the same rows.
     order = np.argsort(np.where(is_train, hashes, np.uint64(2**64 - 1)), kind="stable")
     counts[order[: round((weight - whole) * number)]] += 1
     return counts
@@ -293,6 +296,8 @@ def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
             "rows."
         )
     room, held_out = count, []
+    # Hashes are sorted, and as good as random: this draws different rows without a seed. Equal rows
+    # on both sides would be validated on what was trained.
     for row, size in zip(different, sizes, strict=True):
         if size <= room:
             held_out.append(row)
@@ -315,6 +320,7 @@ def _tokenize(
     tokens, losses, lengths, row_of, hashes = [], [], [], [], []
     num_cut = num_skipped = num_split = 0
     for chunk in _chunk(_read_examples(name, tokenizer, reader, pairs)):
+        # The backend tokenizes the texts of a call in parallel.
         texts = [example.text for row in chunk for example in row]
         encodings = iter(encode_texts(tokenizer.backend, texts))
         pieces = []
@@ -324,12 +330,15 @@ def _tokenize(
                 ids, has_loss = _mask(example, next(encodings), tokenizer)
                 is_cut |= len(ids) > max_length and example.kind != "text"
                 pieces += _split(ids, has_loss, max_length, example.kind == "text")
+            # One answer of a pair has no token with loss within `max_length`, and a comparison
+            # needs both.
             if pairs and len(pieces) < before + 2:
                 del pieces[before:]
             row_of += [len(hashes)] * (len(pieces) - before)
             num_cut += is_cut
             num_split += len(row) > 1 and not pairs
             num_skipped += len(pieces) == before
+            # Python's own hash of a string differs from process to process.
             digest = blake2b(repr(row).encode(), digest_size=8).digest()
             hashes.append(int.from_bytes(digest, "little"))
         lengths += [len(ids) for ids, _ in pieces]
@@ -377,6 +386,8 @@ def _mask(example: _Example, encoding: Any, tokenizer: Tokenizer) -> tuple[np.nd
     if example.kind != "text":
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         for first, last in example.spans:
+            # A token that begins in the prompt and ends in the answer is predicted: the model has
+            # to write it.
             has_loss |= (offsets[:, 0] < last) & (offsets[:, 1] > first)
     before, after = tokenizer.beginning, tokenizer.end
     # Templates write BOS and EOS themselves, and so do texts that were rendered by one.
@@ -385,6 +396,7 @@ def _mask(example: _Example, encoding: Any, tokenizer: Tokenizer) -> tuple[np.nd
     if example.kind == "messages" or tuple(ids[len(ids) - len(after) :]) == after:
         after = ()
     has_loss = np.pad(has_loss, (len(before), len(after)))
+    # EOS is trained, so that the model learns to stop.
     has_loss[len(has_loss) - len(after) :] = True
     return np.array([*before, *ids, *after], np.int32), has_loss
 

@@ -144,6 +144,7 @@ def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base,
 
 def check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, base: Base) -> None:
     """Raise DataError if the data contain a token that the model does not have."""
+    # A lookup of an index that is too large raises no error in JAX.
     largest = max(int(part.tokens.max(initial=0)) for part in (data.train, data.validation))
     if largest >= base.model.vocab_size:
         token = tokenizer.backend.id_to_token(largest)
@@ -197,6 +198,8 @@ class TextTask(Task[TextResult]):
         assert steps is not None
         epoch = max(len(self.data.train) / self.config.batch_size, 1)
         every = self.config.report_every or epoch
+        # An epoch is rarely a whole number of steps. Rounding each multiple keeps the reports at
+        # the ends of epochs.
         reports = [round(i * every) for i in range(1, int(steps / every) + 1)]
         return [*(step for step in reports if step < steps), steps]
 
@@ -272,6 +275,8 @@ class TextTask(Task[TextResult]):
                 return {}
             totals: defaultdict[str, float] = defaultdict(float)
             weight = 0.0
+            # Sums, not means of batches: the last batch has padding, and rows have different
+            # numbers of tokens.
             for batch in eval_batches(self.data.validation, size, rows):
                 result = eval_step(
                     state.model.layers, state.model.others, global_batch(batch, size, self.mesh)
@@ -350,6 +355,7 @@ class TextTask(Task[TextResult]):
             train_loss=records[-1]["train_loss"],
             best_step=best["step"],
             validation_loss=best.get("validation_loss"),
+            # A median ignores the reports of a machine that was busy with something else.
             tokens_per_second=statistics.median(r["tokens_per_second"] for r in records),
             num_params=self.learner.num_params,
             num_trained=self.learner.num_trained,
