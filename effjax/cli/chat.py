@@ -56,6 +56,7 @@ def chat(given: dict[str, Any]) -> None:
         raise TrainError(f"--context {context} must be at most {positions}, the model's positions.")
     stops, stop_tokens = split_stops(model.tokenizer, options.stop or ())
     _, ends = encode(model, CONTENT, options.system, True)
+    # The cache of keys and values has `context` slots, for the conversation and its answer.
     max_tokens = min(options.max_tokens, context)
     sampling = options.sampling(model, max_tokens, stop_tokens | ends)
     console = Console(stderr=True)
@@ -69,6 +70,8 @@ def chat(given: dict[str, Any]) -> None:
             if text == "/clear":
                 messages = []
                 continue
+            # The model reads the whole conversation in each turn: a template may change earlier
+            # turns, as that of Qwen 3 does.
             conversation = [*messages, {"role": "user", "content": text}]
             try:
                 ids, _ = encode(model, Conversation(conversation), options.system, True)

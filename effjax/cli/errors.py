@@ -37,6 +37,7 @@ def report(error: BaseException) -> int | None:
     message, code = str(error), USAGE
     if isinstance(error, CommandError):
         code = error.exit_code
+    # An error after Ctrl-C is most likely its consequence, in another form.
     elif isinstance(error, KeyboardInterrupt) or ctrl_c:
         message, code = "interrupted", INTERRUPTED
     elif found := _describe_system_error(error):
@@ -53,6 +54,7 @@ def report(error: BaseException) -> int | None:
     elif not isinstance(error, TrainError):
         return None
     if message:
+        # One line, also for messages of libraries: it is what a log of many jobs shows.
         message = " ".join(message.split())
         if len(message) > LONGEST:  # the remedy is at the end
             message = f"{message[: LONGEST // 2]} […] {message[-LONGEST // 2 :]}"
@@ -89,6 +91,7 @@ def name_options(names: Collection[str]) -> Iterator[None]:
 
     def as_typed(match: re.Match[str]) -> str:
         name = match[1]
+        # Other names in backquotes are fields of data or files.
         return f"--{name.replace('_', '-')}" if name in names else match[0]
 
     try:

@@ -118,7 +118,10 @@ def command(
         fields = [(of, field) for of in options for field in dataclasses.fields(of)]
         fields.sort(key=lambda pair: GROUPS.index(_group(pair[1])))
 
+        # Typer reads a command's options from its signature. It is made of the fields, so that an
+        # option is declared once.
         def run(**values: Any) -> None:
+            # Every default of the command line is None, so that what is left was given.
             given = {name: value for name, value in values.items() if value is not None}
             names = {field.name for _, field in fields if not field.metadata["positional"]}
             with errors.name_options(names):
@@ -167,6 +170,7 @@ def _parameter(options: type, field: dataclasses.Field) -> inspect.Parameter:
     names = []
     if default is True:
         text += " (default:\N{NO-BREAK SPACE}on)"
+    # Options of a run have a --no- form, because --resume and --config may have turned them on.
     elif default is False and not issubclass(options, RunConfig):
         names = [f"--{field.name.replace('_', '-')}"]  # nothing to turn off
     elif not (default is None or default is False or default is dataclasses.MISSING):
@@ -174,6 +178,7 @@ def _parameter(options: type, field: dataclasses.Field) -> inspect.Parameter:
     if field.metadata["positional"]:
         info: Any = Argument(help=text, show_default=False)
     else:
+        # Eager: a file sets defaults before the other options are read.
         callback = _read_file if field.name == "config" else None
         info = Option(
             *names,
@@ -264,6 +269,7 @@ class Command(typer.core.TyperCommand):
             title = getattr(param, "rich_help_panel", None) or "Options"
             if title not in panels:
                 panels[title] = Table.grid(Column(width=NAME_WIDTH), Column(), padding=(0, 2, 0, 0))
+            # The upper bounds only keep JAX from obscure errors.
             text = re.sub(f"1<=x<=({MAX_SIZE}|{MAX_COUNT})", "x>=1", text)
             panels[title].add_row(Text(names.replace(" range>", ">")), Text(text))
         self.format_usage(ctx, formatter)

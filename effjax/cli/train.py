@@ -102,6 +102,7 @@ def fit_images(request: RunRequest, fit: str | None) -> RunRequest:
     from ..train.images.plans import memory_choices
     from ..train.images.task import prepare
 
+    # The data's shapes decide what fits, so that they are read before the options are chosen.
     task = prepare(request.config)
     size, config = task.mesh.size, task.config
     classes = len(task.dataset.class_names)

@@ -39,6 +39,7 @@ def augment(
     top, left = rng.integers(0, 2 * how.pad + 1, size=(2, drawn))[:, rows]
     mirrored = (rng.random(drawn) < 0.5)[rows]
 
+    # One gather crops and mirrors: columns are read from right to left.
     border = ((0, 0), (how.pad, how.pad), (how.pad, how.pad), (0, 0))
     padded = np.pad(images, border)
     lines = top[:, None] + np.arange(height)  # [N, H]

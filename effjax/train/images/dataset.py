@@ -98,6 +98,8 @@ def stratified_split(
     train, test = [], []
     for label in np.unique(labels):
         members = rng.permutation(np.flatnonzero(labels == label))
+        # A class without train images could not be learned, one without test images would not be
+        # seen.
         count = min(max(round(test_fraction * len(members)), minimum), len(members) - 1)
         test.append(members[:count])
         train.append(members[count:])
@@ -155,6 +157,7 @@ def channel_counts(images: Images, process_index: int = 0, num_processes: int = 
     for start in range(0, len(numbers), size):
         chunk = images[numbers[start : start + size]]
         for channel, histogram in enumerate(counts):
+            # Exact integers, so that the statistics do not depend on the number of processes.
             histogram += np.bincount(chunk[..., channel].ravel(), minlength=256)
     return counts
 

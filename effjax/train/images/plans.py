@@ -185,6 +185,7 @@ def backward_bytes(
     """
     model = nnx.eval_shape(lambda: build(**form, axis_name=None, rngs=abstract_rngs()))
     learner, params, stats = _split_model(config, model, optax.identity(), batch_shape[-1])
+    # `residual_bytes` traces; NumPy's zeros take no memory until they are read.
     zeros: Any = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), stats)
     batch = Batch(np.zeros(batch_shape, np.uint8), np.zeros(batch_shape[:1], np.int32))
     key = jax.random.key(0)

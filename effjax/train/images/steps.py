@@ -183,6 +183,7 @@ class Learner:
 
     def normalize(self, images: Array) -> jax.Array:
         """Normalize uint8 pixels to float32."""
+        # On the device: a batch of uint8 is a quarter of float32 on its way there.
         scaled = jnp.asarray(images, jnp.float32) / 255
         return (scaled - self.mean.reshape(1, 1, 1, -1)) / self.std.reshape(1, 1, 1, -1)
 
@@ -190,6 +191,8 @@ class Learner:
         self, params: nnx.State, stats: nnx.State, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[nnx.State, jax.Array]]:
         """Return the mean cross entropy, the new running statistics and the correct answers."""
+        # Without a copy, the running statistics of the traced function's arguments would be
+        # overwritten in place.
         model = nnx.merge(self.graphdef, params, stats, copy=True)
         logits = model(self.normalize(batch.images), rngs=nnx.Rngs(dropout=key))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
@@ -209,6 +212,7 @@ class Learner:
         # The host learns from the loss that gradients were not finite, and ends the run or goes on.
         loss = jnp.where(finite, loss, jnp.full_like(loss, jnp.nan))
         if self.config.on_nan == "skip":
+            # Within the program, because its old state is donated: the host cannot go back to it.
             kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
             new = kept._replace(step=new.step)
         return new, loss

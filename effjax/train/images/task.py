@@ -123,6 +123,7 @@ def prepare(
             f"`batch_size` (={config.batch_size}) is larger than the train set "
             f"(={counted(images, 'image')}). Use a smaller one."
         )
+    # Images that do not fill a batch wait for another epoch's order: one shape, one compilation.
     steps = config.epochs * (images // config.batch_size)
     schedule = make_schedule(config.schedule, config.learning_rate, steps)
     optimizer = make_sgd(schedule, config.momentum, config.weight_decay)
@@ -216,6 +217,8 @@ class ImageTask(Task[ImageResult]):
         state = jax.jit(self._init, out_shardings=self._shardings)()
         if weights is None:
             return state
+        # Weights replace the random ones after these were drawn in their places, so that a
+        # classifier of other classes stays as drawn.
         places = self._shardings
         return state._replace(
             params=overlay(state.params, weights, places.params),
@@ -265,6 +268,7 @@ class ImageTask(Task[ImageResult]):
         seed, size = self.config.seed, self.config.batch_size
         images, labels = self.dataset.train_images, self.dataset.train_labels
         rows = local_rows(size, self.mesh)
+        # Drawn from numbers, not from the state of a generator: a resumed run begins in the middle.
         order = np.random.default_rng([seed, epoch]).permutation(len(images))
         for number in range(skip, self.steps_per_unit):
             chosen = order[number * size : (number + 1) * size][rows]
@@ -279,6 +283,7 @@ class ImageTask(Task[ImageResult]):
         return {"loss": float(metrics.loss), "accuracy": accuracy}
 
     def score(self, record: Record) -> tuple[float, ...]:
+        # Later epochs win ties of accuracy and loss.
         accuracy, loss = record.get("validation_accuracy", 0), record.get("validation_loss", 0)
         return accuracy, -loss, record["epoch"]
 
@@ -327,6 +332,7 @@ class ImageTask(Task[ImageResult]):
         loss, correct = 0.0, 0.0
         for start in range(0, len(images), size):
             numbers = start + rows
+            # The last batch repeats an image with weight 0, because devices need equal rows.
             there = numbers < len(images)
             chosen = np.where(there, numbers, 0)
             batch = Batch(images[chosen], labels[chosen]), there.astype(np.float32)
