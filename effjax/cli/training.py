@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..train.config import RESUMABLE_OPTIONS, RunConfig, command_line
+from ..train.config import RunConfig, command_line
 from ..train.errors import PreemptionError, TrainError
 from ..train.host_memory import set_pinned_limit
 from .errors import INTERRUPTED, PREEMPTED, CommandError
@@ -52,15 +52,10 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
     config, stop_at = config_type(**changes), math.inf
     if options.stop_after is not None:
         stop_at = time.monotonic() + parse_time("--stop-after", options.stop_after)
-    host = (options.coordinator or "").rpartition(":")[0]
-    all_here = host in ("localhost", "127.0.0.1", "[::1]")  # they share the memory of this machine
-    set_pinned_limit(options.num_processes if all_here else None)
-    from ..train.processes import check_same_everywhere, is_multiprocess, join, run_on_first
-    from ..train.run_directory import RunDirectory, default_path
+    join_processes(options)
+    from ..train.processes import check_same_everywhere, is_multiprocess, run_on_first
+    from ..train.run_directory import default_path
 
-    address = options.coordinator, options.num_processes, options.process_id
-    if options.distributed or None not in address:
-        join(*address, heartbeat_timeout=options.heartbeat_timeout)
     if stop_at < math.inf and is_multiprocess():
         raise TrainError("--stop-after works in a single process. Send SIGTERM to one instead.")
     resume, path = options.resume, options.out
@@ -75,21 +70,35 @@ def request_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> RunRe
     for name in ("out", "overwrite", "fit"):
         if name in given:
             raise TrainError(f"--{name} cannot be combined with --resume. The run has its own.")
-    stored = RunDirectory.find(resume).read_config()
+    config = resumed_config(config_type, resume, changes)
+    return RunRequest(config, resume, False, True, changes, stop_at)
+
+
+def join_processes(options: RunOptions) -> None:
+    """Make this process one of several if the options say so."""
+    address = options.coordinator, options.num_processes, options.process_id
+    # Before JAX starts: XLA reads the limit once. Processes of one machine share its memory.
+    host = (options.coordinator or "").rpartition(":")[0]
+    is_local = host in ("localhost", "127.0.0.1", "[::1]")
+    set_pinned_limit(options.num_processes if is_local else None)
+    if options.distributed or None not in address:
+        from ..train.processes import join
+
+        join(*address, heartbeat_timeout=options.heartbeat_timeout)
+
+
+def resumed_config(config_type: type[RunConfig], run: Path, changes: Mapping[str, Any]) -> Any:
+    """Return the configuration of a run with the options that are given again."""
+    from ..train.run_directory import RunDirectory
+
+    stored = RunDirectory.find(run).read_config()
     command = stored.get("command")
     if command != config_type.COMMAND:
-        remedy = f"Use {resume_command(command, resume)}" if command else "Start a new run."
-        raise TrainError(f"{resume} is not a run of {command_line(config_type.COMMAND)}. {remedy}")
-    config = config_type.from_json(stored.get("options"))
-    for name, value in changes.items():
-        old = getattr(config, name)
-        if value != old and name not in (f"{config.UNIT}s", *RESUMABLE_OPTIONS):
-            raise TrainError(
-                f"--{name.replace('_', '-')} (={value}) cannot change on --resume. The run has "
-                f"{old}."
-            )
-    config = dataclasses.replace(config, **changes)
-    return RunRequest(config, resume, False, True, changes, stop_at)
+        remedy = f"Use {resume_command(command, run)}" if command else "Start a new run."
+        raise TrainError(f"{run} is not a run of {command_line(config_type.COMMAND)}. {remedy}")
+    config = dataclasses.replace(config_type.from_json(stored.get("options")), **changes)
+    config.check_resumable(run, stored["options"])  # before data and parameters are read
+    return config
 
 
 def parse_time(option: str, text: str) -> float:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from .errors import TrainError
@@ -200,6 +200,22 @@ class RunConfig:
             "fingerprint": fingerprint(options),
             "data": data,
         }
+
+    def check_resumable(self, run: object, stored: Mapping[str, Any]) -> None:
+        """Raise TrainError if options other than the length and `RESUMABLE_OPTIONS` have changed.
+
+        Args:
+            run: The path of the run, for the message.
+            stored: The options in its config.json.
+        """
+        options = dataclasses.asdict(self)
+        for name, value in stored.items():
+            if name in (*RESUMABLE_OPTIONS, f"{self.UNIT}s") or options.get(name) == value:
+                continue
+            raise TrainError(
+                f"{run} was trained with `{name}` (={value!r:.120}), not with "
+                f"{options.get(name)!r:.120}. Resume with the former, or start a new run."
+            )
 
     @classmethod
     def from_json(cls, options: Any) -> Self:

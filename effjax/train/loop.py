@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from .checkpoint import Checkpoints
-from .config import RESUMABLE_OPTIONS
 from .errors import PreemptionError, TrainError
 from .processes import is_first, run_on_first
 from .run_directory import RunDirectory
@@ -298,13 +297,7 @@ def _check_same(task: Task[Any], run: RunDirectory, now: dict[str, Any]) -> None
         raise TrainError(
             f"{run.path} was trained on other data. Give those with --data, or start a new run."
         )
-    changeable = (*RESUMABLE_OPTIONS, f"{task.unit}s")
-    for name, value in before.get("options", {}).items():
-        if name not in changeable and now["options"].get(name) != value:
-            raise TrainError(
-                f"{run.path} was trained with `{name}` (={value!r:.120}), not with "
-                f"{now['options'].get(name)!r:.120}. Resume with the former, or start a new run."
-            )
+    task.config.check_resumable(run.path, before.get("options", {}))
 
 
 def _check_length(task: Task[Any], run: RunDirectory, done: int, evaluated: bool) -> None:

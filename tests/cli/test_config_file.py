@@ -79,4 +79,4 @@ def test_resume_accepts_the_options_of_the_run(refused, run_without_training, tm
     again = "train", "densenet", "--config", "run.yaml", "--resume", "a"
     run_without_training(*again, "--keep", "2")
     err = refused(*again, "--momentum", "0.8")
-    assert "--momentum (=0.8) cannot change on --resume. The run has 0.9." in err
+    assert "a was trained with --momentum (=0.9), not with 0.8. Resume with the former" in err

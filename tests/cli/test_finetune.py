@@ -117,7 +117,7 @@ def test_resume_with_moved_files(refused, folder, run_without_training):
     shutil.move(folder / "base", folder / "moved")
     assert "/base: not found" in refused("finetune", "--resume", "here")
     err = refused("finetune", "--resume", "here", "--lora", "2")
-    assert "--lora (=2) cannot change on --resume. The run has None" in err
+    assert "here was trained with --lora (=None), not with 2. Resume with the former" in err
     moved = "--data", "moved/rows.jsonl", "--steps", "5"
     out = run_without_training("finetune", "moved", "--resume", "here", *moved)
     assert "moved/rows.jsonl: " in out and "5 steps" in out
