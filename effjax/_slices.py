@@ -107,13 +107,9 @@ def own_shards(a: Any) -> Iterator[tuple[Bounds, Any]]:
 
 
 def read_rows(a: Any, first: int, last: int, max_bytes: int) -> np.ndarray:
-    """Return rows of an array on one device; a scalar has one row.
+    """Return the rows from `first` to `last` - 1 of an array on one device; a scalar has one row.
 
-    Args:
-        a: The array.
-        first: The first row.
-        last: The last row + 1.
-        max_bytes: Smaller arrays are copied to the host as a whole.
+    Arrays of up to `max_bytes` are copied to the host as a whole.
     """
     if not isinstance(a, jax.Array) or _is_cpu(a.sharding):
         return np.asarray(a).reshape(a.shape or (1,))[first:last]  # on the CPU: a view

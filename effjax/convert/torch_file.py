@@ -179,10 +179,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 def _load(stream: io.BytesIO | _File, storage_of: Any = None, tensor: type = _Tensor) -> Any:
     """Load the next pickle of the stream.
 
-    Args:
-        stream: The file, at the beginning of a pickle.
-        storage_of: Returns the storage of a persistent id. None refuses storages.
-        tensor: The stand-in for tensors.
+    `storage_of` returns the storage of a persistent id; None refuses storages.
     """
     allowed = _ALLOWED | dict.fromkeys(_TENSORS, tensor)
     return Unpickler(stream, allowed, storage_of).load()

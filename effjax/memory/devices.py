@@ -177,48 +177,26 @@ def find_rates(target: str | Path | Target) -> Rates:
 
 def _gpu(
     name: str,
-    description: str,
+    description: str,  # the product name
     *,
     memory_bytes: int,
-    bandwidth: float,
+    bandwidth: float,  # of the memory, bytes per second
     capability: tuple[int, int],
-    cores: int,
-    fpus_per_core: int,
-    clock_ghz: float,
+    cores: int,  # streaming multiprocessors
+    fpus_per_core: int,  # float32 units
+    clock_ghz: float,  # boost clock
     l2_bytes: int,
-    shared_kib_per_core: int,
-    bf16: float,
-    f32: float,
-    f64: float,
-    host_link: float,
-    f8: float | None = None,
-    s8: float | None = None,
+    shared_kib_per_core: int,  # one block can use all except one KiB
+    bf16: float,  # TFLOP/s, also of float16, with sums in float32; TF32 has half that rate
+    f32: float,  # TFLOP/s without tensor cores
+    f64: float,  # TFLOP/s, on tensor cores if they support it
+    host_link: float,  # bytes per second, one way
+    f8: float | None = None,  # TFLOP/s; those of bfloat16 if None
+    s8: float | None = None,  # TFLOP/s; twice those of bfloat16 if None
     threads_per_core: int = 2048,
-    nvlinks: int = 0,
+    nvlinks: int = 0,  # active ones; without them, devices use the host link
 ) -> Target:
-    """Return a GPU from the figures of its data sheet and compute capability.
-
-    Args:
-        name: the target's name.
-        description: the product name.
-        memory_bytes: size of device memory.
-        bandwidth: memory bandwidth in bytes per second.
-        capability: CUDA compute capability.
-        cores: number of streaming multiprocessors.
-        fpus_per_core: float32 units per multiprocessor.
-        clock_ghz: boost clock.
-        l2_bytes: size of the L2 cache.
-        shared_kib_per_core: KiB of shared memory per multiprocessor. One block can use all except
-            one KiB.
-        bf16: TFLOP/s of bfloat16 and float16 with accumulation in float32. TF32 has half that rate.
-        f32: TFLOP/s of float32 without tensor cores.
-        f64: TFLOP/s of float64, on tensor cores if they support it.
-        host_link: bytes per second to the host, one way.
-        f8: TFLOP/s of float8; those of bfloat16 if None.
-        s8: TFLOP/s of int8; twice those of bfloat16 if None.
-        threads_per_core: resident threads per multiprocessor.
-        nvlinks: number of active NVLinks; without them, devices use the host link.
-    """
+    """Return a GPU from the figures of its data sheet and compute capability."""
     major, minor = capability
     features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     suffix = "a" if major >= 9 else ""

@@ -158,10 +158,8 @@ def _file(platform: str):
 def _choose_cuda(built: set[int], driver: int, plugins: set[int]) -> int:
     """Return the major version of CUDA whose library to load.
 
-    Args:
-        built: major versions of CUDA for which there is a library.
-        driver: newest major version that the driver supports; 0 without a driver.
-        plugins: major versions of JAX's installed CUDA plugins.
+    All are major versions: those of the libraries, the newest one of the driver or 0 without a
+    driver, and those of JAX's installed plugins.
     """
     usable = {version for version in built if not driver or version <= driver}
     if not usable:  # the driver is too old for all, and the message about the oldest asks for least

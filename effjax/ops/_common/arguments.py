@@ -80,10 +80,7 @@ def describe(value: Any) -> str:
 def as_array(name: str, value: Any, *kinds: Any) -> jax.Array:
     """Return `value` as a JAX array.
 
-    Args:
-        name: the argument's name.
-        value: the argument.
-        kinds: its dtype must be a subtype of one of them; by default floating point.
+    Its dtype must be a subtype of one of `kinds`, by default floating point.
     """
     arrays = jax.Array, np.ndarray, np.generic
     if not isinstance(value, arrays) and hasattr(value, "__jax_array__"):
@@ -137,13 +134,9 @@ def as_key(name: str, value: Any) -> jax.Array:
 
 
 def check_instance(name: str, value: Any, expected: Any, description: str) -> None:
-    """Raise TypeError unless `value` is an instance of a class.
+    """Raise TypeError unless `value` is an instance of a class, or of one of several.
 
-    Args:
-        name: the argument's name.
-        value: the argument.
-        expected: the class, or several.
-        description: its name in the error, such as "a DecoderConfig".
+    `description` is their name in the error, such as "a DecoderConfig".
     """
     if not isinstance(value, expected):
         raise TypeError(f"`{name}` must be {description}, not {describe(value)}.")
@@ -164,13 +157,7 @@ def check_layers(layers: Any) -> None:
 
 
 def check_named_arrays(name: str, value: Any, needed: Collection[str] = ()) -> None:
-    """Raise an error unless `value` is a dict of arrays, or of their shapes.
-
-    Args:
-        name: the argument's name.
-        value: the argument.
-        needed: names that the dict must have.
-    """
+    """Raise an error unless `value` is a dict of arrays or shapes that has the `needed` names."""
     check_instance(name, value, Mapping, "a dict of arrays")
     for key, a in value.items():
         if not (hasattr(a, "shape") and hasattr(a, "dtype")):
@@ -202,11 +189,7 @@ def as_integer(name: str, value: Any, minimum: int) -> int:
 def as_number(name: str, value: Any, accepts: Callable[[float], bool], expected: str) -> float:
     """Return a Python float for which `accepts` is true.
 
-    Args:
-        name: the argument's name.
-        value: a Python, NumPy or JAX scalar. Traced arrays are errors.
-        accepts: the requirement.
-        expected: the requirement in words, such as "positive".
+    `expected` is that requirement in words, such as "positive". Traced arrays are errors.
     """
     try:
         if isinstance(value, (str, bytes)):  # float() would parse them
@@ -324,11 +307,8 @@ def conv_output_size(
 def check_shape(name: str, value: Any, shape: Sequence[int | str], meaning: str = "") -> None:
     """Check the shape of an array.
 
-    Args:
-        name: the argument's name.
-        value: the array.
-        shape: the size of each axis, or the name of an axis of any size: ("N", 4).
-        meaning: explanation of the shape for the error, without a full stop.
+    `shape` has the size of each axis, or the name of an axis of any size: ("N", 4). `meaning`
+    explains it in the error, without a full stop.
     """
     sizes = zip(value.shape, shape, strict=False)
     if value.ndim != len(shape) or any(not isinstance(n, str) and n != have for have, n in sizes):
