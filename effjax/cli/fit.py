@@ -1,6 +1,5 @@
 """Options chosen to fit in a budget of memory, by `--fit` of commands that train."""
 
-import dataclasses
 import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from ..train.config import RunConfig
 from ..train.errors import TrainError
 from ..train.host_memory import pinnable_bytes
 from .errors import CommandError
+from .shell import describe_changes
 from .user_steps import shorten
 
 if TYPE_CHECKING:
@@ -44,18 +44,12 @@ def parse_fit(text: str) -> tuple[str, int | None]:
 def search_options(
     config: RunConfig, given: Collection[str], choices: "MemoryChoices", **limits: Any
 ) -> "OptionSearch":
-    """Search for the fastest options of a run that fit.
-
-    Args:
-        config: The options of the run.
-        given: The names of the options that must not change.
-        choices: What to choose from.
-        **limits: Other arguments of `choose_options`.
-    """
+    """Search for the fastest options of a run that fit, and keep those that are given."""
     from ..memory import choose_options
 
     def make_step(**values: Any) -> tuple[Any, ...] | None:
         changed = choices.change(**values)
+        # A choice may set several options, such as --offload and --fuse-update.
         if changed is None or any(getattr(changed, n) != getattr(config, n) for n in given):
             return None
         return choices.training_step(changed)
@@ -107,17 +101,3 @@ def fit_config(
     chosen = choices.change(**found.options)
     print_line(console, f"options: {describe_changes(config, chosen) or 'as given'}")
     return chosen
-
-
-def describe_changes(config: RunConfig, changed: RunConfig) -> str:
-    """Return the options of `changed` that differ, as on a command line."""
-    words = []
-    for field in dataclasses.fields(config):
-        value, name = getattr(changed, field.name), field.name.replace("_", "-")
-        if value == getattr(config, field.name):
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            words.append(f"--{name} {value}")
-    return " ".join(words)

@@ -2,12 +2,10 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
-import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -16,28 +14,35 @@ import typer
 from ..train.config import COUNT, MODEL, PLAN, SIZE, Check, RunConfig, inherit, option
 from ..train.errors import TrainError, printable
 from ..train.host_memory import pinnable_of
-from ..train.images.config import DenseNetRunConfig, ImageConfig, ResNetRunConfig
+from ..train.images.config import DenseNetRunConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig
 from . import answer
 from .errors import CommandError
 from .fit import DEFAULT_TARGET, parse_size, search_options
 from .options import FileOptions, command, take
-from .user_steps import describe_error, load_steps, shorten
+from .planning import (
+    Limits,
+    PlannedRun,
+    Row,
+    compile_rows,
+    estimate,
+    find_fastest,
+    find_nearest,
+    find_smaller,
+    select,
+)
+from .shell import training_command
+from .user_steps import Steps, describe_error, load_steps, shorten
 
 if TYPE_CHECKING:
-    from ..memory import Comparison, MaxBatch, OptionSearch
-    from ..memory.render import Report
-    from ..train.task import Form, MemoryChoices
+    from ..memory import Comparison, OptionSearch
+    from ..train.task import MemoryChoices
 
 # Options that a plan does not need.
 READ_BY_RUNS = (
     "data", "data_weights", "columns", "chat_template", "validation_data", "init_from",
     "sample_prompts", "sample_tokens", "sample_temperature",
 )  # fmt: skip
-# Maps a batch size to the steps `(fun, *args)` by name.
-Steps = Callable[[int], Mapping[str, tuple[Any, ...]]]
-# Maps each name to a function from a batch size to the step.
-StepsByName = Mapping[str, Callable[[int], tuple[Any, ...]]]
 Result = TypeVar("Result")
 
 memory_app = typer.Typer(
@@ -172,7 +177,7 @@ def plan_densenet(given: dict[str, Any]) -> None:
 
     The forms are plain, jax.checkpoint, effjax conv and effjax features.
     """
-    plan_images(DenseNetRunConfig, given)
+    plan_run(DenseNetRunConfig, given)
 
 
 @command(memory_app, "resnet", ResNetRunConfig, ImagePlanOptions)
@@ -181,7 +186,7 @@ def plan_resnet(given: dict[str, Any]) -> None:
 
     The forms are plain, effjax conv and effjax features.
     """
-    plan_images(ResNetRunConfig, given)
+    plan_run(ResNetRunConfig, given)
 
 
 @command(memory_app, "finetune", FinetuneConfig, PlanOptions)
@@ -191,7 +196,7 @@ def plan_finetune(given: dict[str, Any]) -> None:
     The step is planned in memory, with jax.checkpoint, updated during the backward pass, and with
     its activations, its parameters and optimizer state, or both offloaded.
     """
-    plan_text(given)
+    plan_run(FinetuneConfig, given)
 
 
 @command(memory_app, "step", FunctionOptions)
@@ -200,66 +205,57 @@ def plan_function(given: dict[str, Any]) -> None:
     options = FunctionOptions(**given)
     if options.function is None or ":" not in options.function:
         raise TrainError("give MODULE:FUNCTION, such as my_module:my_step.")
-    limits = _limits(options)
+    limits = _find_limits(options, options.host_memory_gb and options.host_memory_gb * 2**30)
     with _errors_in_one_line(in_users_code=True):
-        steps = load_steps(options.function)
-        if options.budget is not None:
-            from ..memory import OptionSearch, choose_options
-
-            budget = parse_size("--budget", options.budget)
-
-            def search(by_name: StepsByName) -> OptionSearch:
-                return choose_options(
-                    lambda step: by_name[step](options.batch_size), {"step": list(by_name)},
-                    not_by_time=["step"], budget=budget, num_devices=options.num_devices,
-                    progress=True, **limits,
-                )  # fmt: skip
-
-            by_name = separate_steps(steps, list(steps(options.batch_size)))
-            found = split_if_needed(search, by_name, options.num_devices)
-            show_search(found, options)
-            fits = found.options is not None
-        else:
-            result = plan_steps(steps, options, options.batch_size, **limits)
-            show(result, options)
-            fits = any_fits(result)
+        steps = load_steps(options.function, options.batch_size)
+        plan_all = _search_steps if options.budget else _plan_steps
+        fits = _split_if_needed(
+            lambda steps: plan_all(steps, options, options.batch_size, limits),
+            steps, options.num_devices,
+        )  # fmt: skip
     if not fits:
         raise typer.Exit(1)
 
 
-def plan_images(config_type: type[ImageConfig], given: Mapping[str, Any]) -> None:
-    """Plan the steps of a network for images."""
-    from ..train.images import plans
+def plan_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> None:
+    """Plan the step of a command that trains, and print the answer."""
+    options_type, more = PlanOptions, {}
+    if config_type is FinetuneConfig:
+        from ..train.text import plans
+    else:
+        from ..train.images import plans
 
-    config = config_type(**take(config_type, given)).resolve()
-    options = _plan_options(ImagePlanOptions, config, given)
-    num_devices, classes = options.num_devices or 1, options.num_classes
-    forms = plans.forms(config, given, num_devices, classes)
-    _plan(
-        config, given, options, forms, plans,
-        lambda: plans.memory_choices(config, num_devices, num_classes=classes),
-    )  # fmt: skip
+        options_type, more = ImagePlanOptions, {"num_classes": given.get("num_classes")}
+    own = take(config_type, given)
+    config: Any = config_type(**own).resolve()
+    options = _plan_options(options_type(**take(options_type, given)), config, given)
+    size = options.num_devices or 1
+    forms = plans.forms(config, given, size, **more)
+    run = PlannedRun(config, own, forms, plans.smaller_configs, size)
+    limits = _find_limits(
+        options, options.host_memory_gb and pinnable_of(options.host_memory_gb * 2**30), size
+    )
+    _check_only(options.only, forms)
+    # Building the steps of a deep network takes seconds.
+    names = [name for name in forms if name in (options.only or forms)]
+    print(f"planning for {limits.target.description}: {'; '.join(names)}", file=sys.stderr)
+    with _errors_in_one_line():
+        if options.max_batch:
+            steps = {name: _step_of_size(form) for name, form in forms.items()}
+            fits = _plan_steps(steps, options, config.batch_size, limits)
+        elif options.budget is not None:
+            choices = plans.memory_choices(config, {*given}, size, **more)
+            fits = _search_run(run, options, limits, choices)
+        else:
+            fits = _compare_forms(run, options, limits)
+    if not fits:
+        raise typer.Exit(1)
 
 
-def plan_text(given: Mapping[str, Any]) -> None:
-    """Plan the steps of a decoder."""
-    from ..train.text import plans
-
-    config = FinetuneConfig(**take(FinetuneConfig, given)).resolve()
-    options = _plan_options(PlanOptions, config, given)
-    num_devices = options.num_devices or 1
-    forms = plans.forms(config, given, num_devices)
-    _plan(
-        config, given, options, forms, plans,
-        lambda: plans.memory_choices(config, {*given}, num_devices),
-    )  # fmt: skip
-
-
-def _plan_options(options_type: type[Any], config: RunConfig, given: Mapping[str, Any]) -> Any:
-    """Return the options of a plan; a mesh determines the number of devices."""
+def _plan_options(options: Any, config: RunConfig, given: Collection[str]) -> Any:
+    """Return the options of a plan with the number of devices of the mesh, if there is one."""
     from ..train.mesh import parse_axes
 
-    options = options_type(**take(options_type, given))
     if unused := [name for name in READ_BY_RUNS if name in given]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         print(f"effjax: a plan reads no data and no weights; unused: {names}", file=sys.stderr)
@@ -269,181 +265,164 @@ def _plan_options(options_type: type[Any], config: RunConfig, given: Mapping[str
     return dataclasses.replace(options, num_devices=size)
 
 
-def _limits(options: PlanOptions, of_run: bool = False) -> dict[str, Any]:
-    """Return the arguments of `plan` that describe the device.
-
-    A run needs host memory for its process, too.
-    """
+def _find_limits(
+    options: PlanOptions, host_bytes: int | None, num_devices: int | None = None
+) -> Limits:
+    """Return what a step may use; `host_bytes` is that of the host, if it is given."""
     from ..memory.devices import find_target
+    from ..memory.plan import resolve_memory_fraction
+    from ..memory.search.budget import fraction_of
 
-    host_bytes = None if options.host_memory_gb is None else options.host_memory_gb * 2**30
-    if host_bytes is not None and of_run:
-        host_bytes = pinnable_of(host_bytes)
     with _errors_in_one_line():
         target = find_target(options.target)
-    return {
-        "target": target,
-        "memory_fraction": options.memory_fraction,
-        "host_memory_bytes": host_bytes,
-    }
-
-
-def _plan(
-    config: RunConfig,
-    given: Mapping[str, Any],
-    options: PlanOptions,
-    forms: "Mapping[str, Form]",
-    plans: Any,
-    make_choices: Callable[[], "MemoryChoices"],
-) -> None:
-    """Plan the forms of a run, or search for its options with `--budget`; print the answer.
-
-    Args:
-        config: The options of the run.
-        given: The options that are given.
-        options: The options of the plan.
-        forms: The forms of the run.
-        plans: The module of the task, see `answer.conclude`.
-        make_choices: Returns what `--budget` chooses from.
-    """
-    limits, num_devices = _limits(options, of_run=True), options.num_devices
-    own = take(type(config), given)
-    only = options.only or ()
-    _check_only(only, list(forms))
-    budget = None if options.budget is None else parse_size("--budget", options.budget)
-    # Building the steps of a deep network takes seconds.
-    names = [name for name in forms if not only or name in only]
-    print(f"planning for {limits['target'].description}: {'; '.join(names)}", file=sys.stderr)
-    with _errors_in_one_line():
-        if options.max_batch:
-            sized = lambda size: {  # noqa: E731
-                name: form.training_step(dataclasses.replace(form.config, batch_size=size))
-                for name, form in forms.items()
-            }
-            result = plan_steps(sized, options, config.batch_size, **limits)
-            show(result, options)
-            fits = any_fits(result)
-        elif budget is not None:
-            fits = _search(config, own, options, budget, forms, plans, make_choices(), limits)
+        if options.budget is None:
+            fraction = resolve_memory_fraction(options.memory_fraction, target)
         else:
-            rows = answer.estimate(forms, _row_limits(limits, num_devices), num_devices)
-            fits = _compare_forms(config, own, options, rows, only, plans, limits)
-    if not fits:
-        raise typer.Exit(1)
+            fraction = fraction_of(parse_size("--budget", options.budget), target)
+    # A host of TPUs has as much for each of them. `plan` knows how many a user's step spans.
+    host_bytes = host_bytes or target.host_bytes_per_device * (num_devices or 0) or None
+    return Limits(target, fraction, host_bytes)
 
 
-def _compare_forms(
-    config: RunConfig,
-    given: Mapping[str, Any],
-    options: PlanOptions,
-    rows: "dict[str, answer.Row]",
-    only: Collection[str],
-    plans: Any,
-    limits: Mapping[str, Any],
-) -> bool:
+def _step_of_size(form: Any) -> Callable[[int], tuple[Any, ...]]:
+    return lambda size: form.training_step(dataclasses.replace(form.config, batch_size=size))
+
+
+def _compare_forms(run: PlannedRun, options: PlanOptions, limits: Limits) -> bool:
     """Plan the forms whose state may fit, print the answer, and return True if one fits."""
-    from ..memory import Comparison, compare
-    from ..memory.compiler.cache import default_folder
-
-    compare_all = options.details or options.plot is not None
-    names = answer.select(rows, only, compare_all)
-    steps = {name: rows[name].step for name in names}
-    compiled = Comparison()
-    if steps:
-        compiled = compare(
-            steps, num_devices=options.num_devices, progress=True, cache=default_folder(), **limits
-        )
-    for name, plan in compiled.items():
-        rows[name].plan = plan
-    for name, error in compiled.errors.items():
-        rows[name].error = shorten(str(error))
-    shown = [row for name, row in rows.items() if not only or name in only]
-    sentence, command = answer.conclude(shown, type(config), given, plans, options.num_devices)
-    command = _for_the_same_machine(command, options)
+    rows, only = estimate(run, limits), options.only or ()
+    plans = compile_rows(select(rows, only, options.details or options.plot is not None), run)
+    shown = [row for row in rows if not only or row.name in only]
+    text, command = _conclude(run, shown)
     if options.json:
-        print(json.dumps(answer.to_dict(shown, sentence, command), indent=1))
+        print(json.dumps(answer.to_dict(shown, text, command), indent=1))
     else:
-        _print_reports([answer.make_report(shown, config)])
-        _print_answer(sentence, command)
-    if options.details and compiled and not options.json:
-        print()
-        _print_reports([answer.phases_report([rows[name] for name in compiled])])
-        print()
-        show(compiled, options)
-    elif options.plot is not None and compiled:
-        _plot(compiled, options)
+        answer.print_reports([answer.forms_report(shown, run.config)])
+        answer.print_answer(text, command)
+        if options.details and plans:
+            print()
+            phases = answer.phases_report([row for row in rows if row.name in plans])
+            answer.print_reports([phases, *answer.plans_reports(plans)])
+    _plot(plans, options)
     return any(row.fits for row in shown)
 
 
-def _search(
-    config: RunConfig,
-    given: Mapping[str, Any],
-    options: PlanOptions,
-    budget: int,
-    forms: "Mapping[str, Form]",
-    plans: Any,
-    choices: "MemoryChoices",
-    limits: Mapping[str, Any],
+def _conclude(run: PlannedRun, rows: list[Row]) -> tuple[str, str]:
+    """Return sentences, and the command that trains with what fits; empty if nothing does."""
+    if chosen := find_fastest(rows):
+        text = answer.describe_fastest(chosen)
+    elif nearest := find_nearest(rows):
+        chosen = find_smaller(nearest, run)
+        text = f"{answer.describe_nearest(nearest)} {answer.describe_smaller(nearest, chosen)}"
+    else:
+        text = "The compiler refuses the forms that a command trains."
+    if chosen is None:
+        return text, ""
+    command = training_command(type(run.config), run.given, chosen.form.config, chosen.limits)
+    return f"{text}{answer.describe_weights(run)}", command
+
+
+def _search_run(
+    run: PlannedRun, options: PlanOptions, limits: Limits, choices: "MemoryChoices"
 ) -> bool:
     """Search for the fastest options that fit, print the answer, and return True if some fit."""
     found = search_options(
-        config, given, choices, budget=budget, num_devices=options.num_devices, **limits
+        run.config, run.given, choices, num_devices=run.num_devices, **limits.arguments
     )
-    show_search(found, options)
-    row_limits = dataclasses.replace(_row_limits(limits, options.num_devices), device=budget)
+    _show_search(found, options)
+    if options.json:
+        return found.options is not None
     if found.options is not None:
-        sentence = "Train with:"
-        changed = choices.change(**found.options)
-        command = answer.write_command(type(config), given, changed, row_limits)
+        config = choices.change(**found.options)
+        command = training_command(type(config), run.given, config, limits)
+        answer.print_answer(f"These options fit.{answer.describe_weights(run)}", command)
     else:
-        rows = list(answer.estimate(forms, row_limits, options.num_devices).values())
-        sentence, command = answer.advise(rows, type(config), given, plans, options.num_devices)
-        command = _for_the_same_machine(command, options)
-    if not options.json:
-        _print_answer(sentence, command)
+        answer.print_answer(*_conclude(run, estimate(run, limits)))
     return found.options is not None
 
 
-def _for_the_same_machine(command: str, options: PlanOptions) -> str:
-    """Return a command that plans, with the options of the device and the host that were given."""
-    if not command.startswith("effjax memory "):
-        return command
-    names = "target", "num_devices", "memory_fraction", "host_memory_gb", "budget", "num_classes"
-    for field in dataclasses.fields(options):
-        value = getattr(options, field.name)
-        if field.name in names and value != field.default:
-            command += f" --{field.name.replace('_', '-')} {shlex.quote(str(value))}"
-    return command
+def _plan_steps(steps: Steps, options: PlanOptions, batch_size: int, limits: Limits) -> bool:
+    """Plan steps, or find their largest batch sizes; print them and return True if one fits."""
+    from ..memory import Comparison, compare, max_batch_size
+
+    _check_only(options.only, steps)
+    steps = {name: step for name, step in steps.items() if name in (options.only or steps)}
+    shared: Any = {"num_devices": options.num_devices, "progress": True, **limits.arguments}
+    if options.max_batch:
+        largest = {
+            name: max_batch_size(step, multiple_of=options.multiple_of, start=batch_size, **shared)
+            for name, step in steps.items()
+        }
+        plans = Comparison({name: found.plan for name, found in largest.items()})
+        record = {name: found.to_dict() for name, found in largest.items()}
+        reports = [answer.batches_report(largest)]
+    else:
+        plans = compare({name: step(batch_size) for name, step in steps.items()}, **shared)
+        record, reports = plans.to_dict(), answer.plans_reports(plans)
+    if options.json:
+        print(json.dumps(record, indent=1))
+    else:
+        answer.print_reports(reports)
+    _plot(plans, options)
+    return any(plan.fits for plan in plans.values())
 
 
-def _print_answer(sentence: str, command: str) -> None:
-    print(f"\n{printable(sentence)}")
-    if command:
-        print(f"  {printable(command)}")
+def _search_steps(steps: Steps, options: PlanOptions, batch_size: int, limits: Limits) -> bool:
+    """Search for the fastest step that fits, print it, and return True if one fits."""
+    from ..memory import choose_options
+
+    found = choose_options(
+        lambda step: steps[step](batch_size), {"step": list(steps)},
+        not_by_time=["step"], num_devices=options.num_devices, progress=True, **limits.arguments,
+    )  # fmt: skip
+    _show_search(found, options)
+    return found.options is not None
 
 
-def _row_limits(limits: Mapping[str, Any], num_devices: int | None) -> "answer.Limits":
-    from ..memory.plan import resolve_memory_fraction
-
-    target, host = limits["target"], limits["host_memory_bytes"]
-    fraction = resolve_memory_fraction(limits["memory_fraction"], target)
-    host = host or target.host_bytes_per_device * (num_devices or 1) or None
-    return answer.Limits(target, int(fraction * target.memory_bytes), host)
+def _show_search(found: "OptionSearch", options: PlanOptions) -> None:
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        answer.print_reports([found])
 
 
-def _check_only(only: Collection[str], names: Sequence[str]) -> None:
-    if unknown := set(only) - set(names):
+def _plot(plans: "Comparison", options: PlanOptions) -> None:
+    if options.plot is not None and plans:
+        answer.save_plot(plans, options.plot)
+        if not options.json:
+            print(printable(f"written: {options.plot}"))
+
+
+def _split_if_needed(
+    plan_all: Callable[[Steps], Result], steps: Steps, num_devices: int | None
+) -> Result:
+    """Plan steps; if they have no shardings, split their batch over the devices and plan again."""
+    # Whether a step has shardings is only known when it has been traced: those of a mesh in
+    # `jax.jit` or `jax.set_mesh` are not in its arguments.
+    from ..memory.compiler.lower import DeviceCountError
+    from ..memory.search.batch_size import split_over_devices
+
+    try:
+        return plan_all(steps)
+    except DeviceCountError as error:
+        if error.spanned > 1:
+            raise TrainError(
+                f"--num-devices {num_devices} must be the number of devices in the shardings of "
+                f"the step (={error.spanned})."
+            ) from error
+    assert num_devices is not None
+    print(
+        f"effjax: splitting the batch of the step over {num_devices} devices; other arguments are "
+        "replicated",
+        file=sys.stderr,
+    )
+    return plan_all({name: split_over_devices(step, num_devices) for name, step in steps.items()})
+
+
+def _check_only(only: Collection[str] | None, names: Collection[str]) -> None:
+    if unknown := {*(only or ())} - {*names}:
         choices = ", ".join(map(repr, names))
         raise TrainError(f"--only {unknown.pop()!r:.120} must be one of {choices}.")
-
-
-def any_fits(result: "Comparison | dict[str, MaxBatch]") -> bool:
-    """Return True if a plan, or a batch size, fits."""
-    from ..memory import MaxBatch
-
-    return any(
-        each.batch_size > 0 if isinstance(each, MaxBatch) else each.fits for each in result.values()
-    )
 
 
 @contextlib.contextmanager
@@ -462,140 +441,3 @@ def _errors_in_one_line(in_users_code: bool = False) -> Iterator[None]:
         if isinstance(error, (ValueError, TypeError)):
             raise TrainError(shorten(str(error))) from error
         raise
-
-
-def plan_steps(
-    steps: Steps, options: PlanOptions, batch_size: int, **limits: Any
-) -> "Comparison | dict[str, MaxBatch]":
-    """Plan steps, or find their largest batch sizes.
-
-    Args:
-        steps: The steps.
-        options: The options of the plan.
-        batch_size: The batch size to plan, or the first one to try.
-        **limits: Other arguments of `plan`.
-    """
-    from ..memory import compare, max_batch_size
-
-    only, multiple_of = options.only or (), options.multiple_of
-    if multiple_of:
-        batch_size = -(-batch_size // multiple_of) * multiple_of
-    names = list(steps(batch_size))
-    _check_only(only, names)
-    shared: dict[str, Any] = dict(num_devices=options.num_devices, progress=True, **limits)
-
-    def plan_all(by_name: StepsByName) -> "Comparison | dict[str, MaxBatch]":
-        if not options.max_batch:
-            return compare({name: step(batch_size) for name, step in by_name.items()}, **shared)
-        return {
-            name: max_batch_size(step, multiple_of=multiple_of, start=batch_size, **shared)
-            for name, step in by_name.items()
-        }
-
-    by_name = separate_steps(steps, [name for name in names if name in (only or names)])
-    return split_if_needed(plan_all, by_name, options.num_devices)
-
-
-def separate_steps(steps: Steps, names: Sequence[str]) -> StepsByName:
-    """Return a function of the batch size for each of the named steps."""
-    steps = functools.lru_cache(maxsize=2)(steps)  # splitting a step compares two batch sizes
-    return {name: lambda size, name=name: steps(size)[name] for name in names}
-
-
-def split_if_needed(
-    plan_all: Callable[[StepsByName], Result], by_name: StepsByName, num_devices: int | None
-) -> Result:
-    """Plan steps; if they have no shardings, split their batch over the devices and plan again."""
-    from ..memory.compiler.lower import DeviceCountError
-    from ..memory.search.batch_size import split_over_devices
-
-    try:
-        return plan_all(by_name)
-    except DeviceCountError as error:
-        if error.spanned > 1:
-            raise TrainError(
-                f"--num-devices {num_devices} must be the number of devices in the shardings of "
-                f"the step (={error.spanned})."
-            ) from error
-    assert num_devices is not None
-    print(
-        f"effjax: splitting the batch of the step over {num_devices} devices; other arguments are "
-        "replicated",
-        file=sys.stderr,
-    )
-    return plan_all({name: split_over_devices(step, num_devices) for name, step in by_name.items()})
-
-
-def show_search(found: "OptionSearch", options: PlanOptions) -> None:
-    """Print the options that a search found."""
-    print(json.dumps(found.to_dict(), indent=1)) if options.json else _print_reports([found])
-
-
-def show(result: "Comparison | dict[str, MaxBatch]", options: PlanOptions) -> None:
-    """Print plans or batch sizes, and plot the plans into a file."""
-    from ..memory import Comparison
-    from ..memory.render import MAX_ROWS
-
-    if isinstance(result, Comparison):
-        plans, records = result, result.to_dict()
-        # Of several plans, show a comparison and fewer rows of each.
-        reports = [plans.report()] if len(plans) > 1 or plans.errors else []
-        rows = MAX_ROWS // 2 if len(plans) > 1 else MAX_ROWS
-        reports += [plan.report(name, rows) for name, plan in plans.items()]
-    else:
-        plans = Comparison({name: largest.plan for name, largest in result.items()})
-        records = {name: largest.to_dict() for name, largest in result.items()}
-        reports = [_largest_batches(result)]
-    if options.json:
-        print(json.dumps(records, indent=1))
-    else:
-        _print_reports(reports)
-    if options.plot is not None:
-        _plot(plans, options)
-
-
-def _plot(plans: "Comparison", options: PlanOptions) -> None:
-    assert options.plot is not None
-    _draw(plans, options.plot)
-    if not options.json:
-        print(printable(f"written: {options.plot}"))
-
-
-def _largest_batches(results: "Mapping[str, MaxBatch]") -> "Report":
-    from ..memory.render import Report, ReportTable, format_bytes
-
-    rows = [
-        [
-            name,
-            str(result.batch_size) if result.batch_size else "none fits",
-            format_bytes(result.plan.peak_device_bytes),
-            ", ".join(map(str, sorted(result.tried))),
-        ]
-        for name, result in results.items()
-    ]
-    return Report([ReportTable(["", "largest batch", "peak", "batches compiled"], rows)])
-
-
-def _print_reports(reports: "Sequence[Report | OptionSearch]") -> None:
-    """Print rich tables on a terminal, and unwrapped plain text otherwise."""
-    from rich.console import Console
-
-    console = Console()
-    for i, report in enumerate(reports):
-        if i:
-            print()
-        if console.is_terminal:
-            console.print(report)
-        else:
-            print(report)
-
-
-def _draw(plans: "Comparison", path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")  # without a display
-    figure = (plans if len(plans) > 1 else next(iter(plans.values()))).plot().figure
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:  # ValueError: an unknown file format
-        raise TrainError(f"--plot {path}: {error}") from error

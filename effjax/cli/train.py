@@ -106,7 +106,7 @@ def fit_images(request: RunRequest, fit: str | None) -> RunRequest:
     task = prepare(request.config)
     size, config = task.mesh.size, task.config
     classes = len(task.dataset.class_names)
-    choices = memory_choices(config, size, task.dataset.image_shape, classes)
+    choices = memory_choices(config, request.given, size, task.dataset.image_shape, classes)
     config = fit_config(config, request.given, fit, choices, size, make_console())
     return dataclasses.replace(request, config=config)
 

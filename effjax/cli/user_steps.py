@@ -1,5 +1,6 @@
 """Training steps from `MODULE:FUNCTION`, and errors in the user's code as one line."""
 
+import functools
 import importlib
 import os
 import sys
@@ -14,10 +15,15 @@ _MAX_LENGTH = 1000  # characters of an error, to fit on a screen
 _STDLIB = sysconfig.get_path("stdlib")
 
 
-def load_steps(name: str) -> Callable[[int], dict[str, tuple[Any, ...]]]:
-    """Import `module:function` and return it as a function from a batch size to steps by name.
+# Maps each name to a function from a batch size to a step, ``(fun, *args)``.
+Steps = Mapping[str, Callable[[int], tuple[Any, ...]]]
 
-    The user's function returns `(fun, *args)`, or a dictionary of such tuples.
+
+def load_steps(name: str, batch_size: int) -> Steps:
+    """Import `module:function` and return the steps that it returns.
+
+    The user's function returns `(fun, *args)`, or a dictionary of such tuples. It is called with
+    the batch size, to learn their names.
     """
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, os.getcwd())  # as in `python -m`
@@ -36,8 +42,9 @@ def load_steps(name: str) -> Callable[[int], dict[str, tuple[Any, ...]]]:
     if not callable(factory):
         raise TrainError(f"{name!r:.120}: {module_name} has no function {function_name!r}.")
 
-    def steps(batch_size: int) -> dict[str, tuple[Any, ...]]:
-        result: Any = factory(batch_size)
+    @functools.lru_cache(maxsize=2)  # splitting a step compares two batch sizes
+    def make_steps(size: int) -> dict[str, tuple[Any, ...]]:
+        result: Any = factory(size)
         by_name = dict(result) if isinstance(result, Mapping) else {function_name: result}
         for step in by_name.values():
             if not (isinstance(step, Sequence) and step and callable(step[0])):
@@ -47,7 +54,7 @@ def load_steps(name: str) -> Callable[[int], dict[str, tuple[Any, ...]]]:
                 )
         return {printable(str(key)): tuple(step) for key, step in by_name.items()}
 
-    return steps
+    return {key: lambda size, key=key: make_steps(size)[key] for key in make_steps(batch_size)}
 
 
 def describe_error(error: BaseException) -> str:

@@ -7,7 +7,8 @@ import os
 import platformdirs
 import pytest
 
-from effjax.cli.fit import describe_changes, parse_fit
+from effjax.cli.fit import parse_fit
+from effjax.cli.shell import describe_changes
 from effjax.train.errors import TrainError
 from effjax.train.host_memory import VARIABLE
 from effjax.train.text.config import FinetuneConfig
@@ -137,6 +138,5 @@ def test_memory_of_models(run, empty_cache, tmp_path):
     given = "--policy", "dots", "--num-microbatches", "1", "--max-length", "32"
     code, out, _ = run("memory", "finetune", "config.json", *given, "--budget", "2MB")
     assert code == 0 and out.startswith("policy=dots, ") and "policy=everything" not in out
-    assert (
-        out.splitlines()[-1].startswith("  effjax finetune config.json ") and "--policy dots" in out
-    )
+    last = out.splitlines()[-1]
+    assert last.startswith("  effjax finetune CHECKPOINT ") and "--policy dots" in last

@@ -3,16 +3,18 @@ import json
 import re
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from effjax.cli import answer
-from effjax.memory import list_targets
+from effjax.cli import answer, planning
+from effjax.cli.shell import training_command
+from effjax.memory import PlanError, list_targets
 from effjax.memory.devices import find_target
 from effjax.memory.plan import DEFAULT_TARGET
 from effjax.train.task import Form
 from effjax.train.text.config import FinetuneConfig
+from effjax.train.text.plans import smaller_configs
 from tests.cli.command import one_line
 from tests.programs import needs_gpu_compiler
 from tests.train.text.small import write_config
@@ -58,6 +60,8 @@ def refused(batch):
     return {"top_k": (lambda x: kernel(x), one(batch)[1]), "sum": one(batch)}
 """
 MISTAKEN = "x = 1\nx x\n"
+GIB = 2**30
+LIMITS = planning.Limits(find_target("h100"), 0.75, GIB)
 
 
 def compiled(err, *names):
@@ -199,44 +203,102 @@ def test_forms_of_a_language_model(run_memory, tmp_path, options, text):
     assert code == 2 and one_line(err.splitlines(keepends=True)[-1]) and text in err
 
 
+def planned(device, host=0):
+    """Return what a row reads of the plan of a step of these bytes, for an H100 with 1 GiB."""
+    fits = device <= LIMITS.device_bytes and host <= GIB
+    return cast(Any, SimpleNamespace(
+        peak_device_bytes=device, peak_host_bytes=host, refusal="", fits=fits, step_seconds=1.0,
+        step_time=SimpleNamespace(recomputed_flops=0, total_flops=1),
+    ))  # fmt: skip
+
+
+def no_step(config):
+    return (lambda: None,)
+
+
 @pytest.mark.parametrize(("step_bytes", "phase"), [(3.0e9, "step"), (1.1e9, "saving")])
 def test_names_the_phase_that_needs_the_most_host_memory(step_bytes, phase):
     """A run whose step needs little more than its state needs the most while it saves it."""
-    limits = answer.Limits(find_target("h100"), 80 * 10**9, 2**30)
-    state, host = (0, 10**9), int(step_bytes)
-    step: Any = SimpleNamespace(peak_device_bytes=0, peak_host_bytes=host, refusal="", fits=False)
-    row = answer.Row(
-        "offloaded", Form(FinetuneConfig().resolve(), lambda _: ()), limits, state, step
-    )
-    none: Any = SimpleNamespace(smaller_states=lambda _: (), smaller_batches=lambda _: ())
-    sentence, _ = answer.advise([row], FinetuneConfig, {}, none)
-    assert f"short on the host, because of the activations, in the phase {phase!r}" in sentence
+    form = Form(FinetuneConfig().resolve(), no_step)
+    row = planning.Row("offloaded", form, LIMITS, (0, 10**9), planned(0, int(step_bytes)))
+    text = answer.describe_nearest(row)
+    assert f"short on the host, because of the activations, in the phase {phase!r}" in text
     assert phase in str(answer.phases_report([row])).splitlines()[-1]
 
 
-LEAST = "--optimizer", "adamw8bit"
+def test_finds_the_first_change_that_fits(monkeypatch):
+    """Steps are compiled one after the other; one that the compiler refuses is left out."""
+    config, compiled = FinetuneConfig(checkpoint="a/b", batch_size=16).resolve(), []
+
+    def compile_rows(rows, run):
+        (row,) = rows
+        compiled.append(row.form.config.batch_size)
+        if compiled[-1] == 4:
+            raise PlanError("refused")
+        row.plan = planned(compiled[-1] * 15 * 10**9)
+
+    monkeypatch.setattr(planning, "compile_rows", compile_rows)
+    row = planning.Row("in memory", Form(config, no_step), LIMITS, plan=planned(240 * 10**9))
+    run = planning.PlannedRun(config, {"batch_size": 16}, {}, smaller_configs, 1)
+    smaller = planning.find_smaller(row, run)
+    assert smaller is not None and compiled == [8, 4, 2]
+    assert answer.describe_smaller(row, smaller) == "With --batch-size 2 it fits."
+    command = "effjax finetune a/b --data FILE.jsonl --batch-size 2"
+    given = {"checkpoint": "a/b", "batch_size": 16}
+    assert training_command(FinetuneConfig, given, smaller.form.config, LIMITS) == command
+    none = run._replace(smaller_configs=lambda config, of_state: iter(()))
+    assert planning.find_smaller(row, none) is None
 
 
 @pytest.mark.parametrize(
-    ("layers", "options", "short", "command"),
+    ("checkpoint", "typed", "note"),
     [
-        # State alone: nothing is compiled.
-        (128, (), "the optimizer state, in all phases of a run", "--optimizer adamw8bit"),
-        (9999, (*LEAST, "--lora", "16", "--quantize", "nf4"), "the parameters", ""),
+        ("here", "here", ""),
+        ("a/b", "a/b", "downloads the weights of a/b"),
+        ("config.json", "CHECKPOINT", "which config.json lacks"),
+        ("without", "CHECKPOINT", "which without lacks"),
     ],
 )
-def test_what_helps_if_nothing_fits(run_memory, tmp_path, layers, options, short, command):
+def test_says_that_weights_are_needed(monkeypatch, tmp_path, checkpoint, typed, note):
+    monkeypatch.chdir(tmp_path)
+    for name in "here", "without":
+        (tmp_path / name).mkdir()
+    for file in "config.json", "without/config.json", "here/model.safetensors":
+        (tmp_path / file).touch()
+    given = {"checkpoint": checkpoint, "data": ["x y.jsonl"], "packing": False}
+    config = FinetuneConfig(**given).resolve()
+    run = planning.PlannedRun(config, given, {}, smaller_configs, 1)
+    assert note in answer.describe_weights(run) and bool(answer.describe_weights(run)) == bool(note)
+    command = training_command(FinetuneConfig, given, config, LIMITS)
+    assert command == f"effjax finetune {typed} --data 'x y.jsonl' --no-packing"
+
+
+LEAST = "--optimizer", "adamw8bit", "--lora", "16", "--quantize", "nf4"
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "short", "end"),
+    [
+        # State alone: only the step that may fit is compiled.
+        pytest.param(
+            128, (), "the optimizer state, in all phases of a run. With --optimizer adamw8bit it",
+            "--offload all --fuse-update --optimizer adamw8bit", marks=pytest.mark.exhaustive,
+        ),
+        (9999, LEAST, "the parameters", "No smaller step fits. Use a machine with more memory."),
+    ],
+)  # fmt: skip
+@needs_gpu_compiler
+def test_what_helps_if_nothing_fits(run_memory, tmp_path, layers, options, short, end):
     """A model whose state exceeds both memories gets the change that makes it smaller."""
     size = dict(hidden_size=2048, intermediate_size=5504, num_attention_heads=16, head_dim=128)
     write_config(tmp_path, num_hidden_layers=layers, num_key_value_heads=16, **size)
     argv = "finetune", "config.json", "--max-length", "64", "--param-dtype", "float32"
-    limits = "--target", "rtx4090", "--host-memory-gb", "60"
-    code, out, err = run_memory(*argv, *options, *limits)
-    assert code == 1 and "compiling" not in err and short in out and "short on the host" in out
+    code, out, err = run_memory(*argv, *options, "--target", "rtx4090", "--host-memory-gb", "60")
+    assert code == 1 and short in out and "short on the host" in out
+    assert err.count("compiling for") == (not options)
     assert "no: at least" in out and "--offload all --fuse-update" in out
     last = out.splitlines()[-1]
-    assert last.startswith("  effjax memory finetune ") == bool(command) and command in last
-    assert not command or last.endswith(" ".join(limits))
+    assert last.endswith(end) and last.startswith("  effjax finetune CHECKPOINT ") != bool(options)
 
 
 @needs_gpu_compiler

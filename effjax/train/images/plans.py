@@ -75,17 +75,12 @@ def forms(
     return result
 
 
-def smaller_states(config: ImageConfig) -> Iterator[ImageConfig]:
-    """Yield configurations that train with less memory for parameters; there are none."""
-    yield from ()
-
-
-def smaller_batches(config: ImageConfig) -> Iterator[tuple[ImageConfig, float]]:
-    """Yield configurations with fewer images in a step, and their share of the images."""
+def smaller_configs(config: ImageConfig, of_state: bool) -> Iterator[ImageConfig]:
+    """Yield configurations with fewer images in a step; none if the state must become smaller."""
     size = config.batch_size
-    while size > 1:
+    while size > 1 and not of_state:
         size //= 2
-        yield dataclasses.replace(config, batch_size=size), size / config.batch_size
+        yield dataclasses.replace(config, batch_size=size)
 
 
 def training_step(
@@ -147,16 +142,26 @@ def default_images(config: ImageConfig) -> tuple[int, int]:
 
 def memory_choices(
     config: ImageConfig,
+    given: Collection[str] = (),
     num_devices: int = 1,
     image_shape: tuple[int, int, int] | None = None,
     num_classes: int | None = None,
 ) -> MemoryChoices:
-    """Return the options of a run that trade time for memory; arguments as in `training_step`."""
+    """Return the options of a run that trade time for memory.
+
+    Args:
+        config: The configuration.
+        given: The names of the options that must keep their values.
+        num_devices: As in `training_step`.
+        image_shape: As in `training_step`.
+        num_classes: As in `training_step`.
+    """
     # Values in the order of the memory they need.
     options: dict[str, tuple[Any, ...]] = {
         "efficient": (False, True),
         "save": ("conv", "features"),
     }
+    options |= {name: (getattr(config, name),) for name in options.keys() & given}
 
     def change(efficient: bool, save: Any) -> ImageConfig | None:
         if not efficient and save != "conv":  # `save` has no effect

@@ -94,31 +94,32 @@ def forms(config: FinetuneConfig, given: Collection[str], num_devices: int = 1) 
     return result
 
 
-def smaller_states(config: FinetuneConfig) -> Iterator[FinetuneConfig]:
-    """Yield configurations that train with less memory for parameters and moments."""
-    if config.optimizer != "adamw8bit":
-        yield dataclasses.replace(config, optimizer="adamw8bit")
+def smaller_configs(config: FinetuneConfig, of_state: bool) -> Iterator[FinetuneConfig]:
+    """Yield configurations that train with less memory, those that change the least first.
+
+    Args:
+        config: The configuration.
+        of_state: Whether parameters and moments must become smaller, and not only activations.
+    """
+    if not of_state:
+        size, length = config.batch_size, config.max_length
+        while size > 1 and size // 2 % config.num_microbatches == 0:
+            size //= 2
+            yield dataclasses.replace(config, batch_size=size)
+        # Rows first: fewer of them change the gradients' noise, shorter ones cut conversations.
+        while length > 512:
+            length //= 2
+            yield dataclasses.replace(config, batch_size=size, max_length=length)
     # In the order of what they change of the result: rounding of moments, the trained parameters,
     # the weights of the base.
+    if config.optimizer != "adamw8bit":
+        yield dataclasses.replace(config, optimizer="adamw8bit")
     if config.lora is None:
-        config = dataclasses.replace(config, lora=16, learning_rate=None).resolve()
+        optimizer = "adamw" if config.optimizer == "muon" else config.optimizer  # not of adapters
+        config = dataclasses.replace(config, lora=16, optimizer=optimizer)
         yield config
     if config.quantize is None:
         yield dataclasses.replace(config, quantize="nf4")
-
-
-def smaller_batches(config: FinetuneConfig) -> Iterator[tuple[FinetuneConfig, float]]:
-    """Yield configurations with fewer tokens in a step, and their share of the tokens."""
-    size = config.batch_size
-    while size > 1 and size // 2 % config.num_microbatches == 0:
-        size //= 2
-        yield dataclasses.replace(config, batch_size=size), size / config.batch_size
-    length = config.max_length
-    # Rows first: fewer of them change the gradients' noise, shorter ones cut conversations.
-    while length > 512:
-        length //= 2
-        share = size * length / (config.batch_size * config.max_length)
-        yield dataclasses.replace(config, batch_size=size, max_length=length), share
 
 
 def memory_choices(config: FinetuneConfig, given: set[str], num_devices: int = 1) -> MemoryChoices:

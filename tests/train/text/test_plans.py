@@ -10,7 +10,7 @@ import pytest
 
 from effjax.train.errors import DataError, TrainError
 from effjax.train.text.config import FinetuneConfig
-from effjax.train.text.plans import FORMS, memory_choices, smaller_states, training_step
+from effjax.train.text.plans import FORMS, memory_choices, smaller_configs, training_step
 from effjax.train.text.tiny import SIZES
 from tests.tiers import vary
 from tests.train.text.small import finetune_task, tiny_base, write_config
@@ -98,14 +98,19 @@ def test_min_bytes(config):
     assert one(activations="host") == (0, size)
 
 
-def test_smaller_states(config):
-    changes = [
-        (changed.optimizer, changed.lora, changed.quantize)
-        for changed in smaller_states(config.resolve())
-    ]
-    assert changes == [("adamw8bit", None, None), ("adamw", 16, None), ("adamw", 16, "nf4")]
-    quantized = dataclasses.replace(config, lora=4, quantize="int8", optimizer="adamw8bit")
-    assert not [*smaller_states(quantized.resolve())]
+def test_smaller_configs(config):
+    def change(of_state, **options):
+        changed = smaller_configs(dataclasses.replace(config, **options).resolve(), of_state)
+        return [{k: v for k, v in vars(c).items() if v != vars(config)[k]} for c in changed]
+
+    rate = {"learning_rate": 1e-5}  # that of the whole model; the command finds its own
+    state = [{"optimizer": "adamw8bit"}, {"lora": 16}, {"lora": 16, "quantize": "nf4"}]
+    assert change(True) == [rate | one for one in state]
+    batches = [{"batch_size": 2}, {"batch_size": 1}, {"batch_size": 1, "max_length": 512}]
+    fewer = change(False, max_length=1024)
+    assert fewer == [rate | {"max_length": 1024} | one for one in [*batches, *state]]
+    assert change(True, optimizer="muon")[1]["lora"] == 16  # Muon trains no adapters
+    assert not change(True, lora=4, quantize="int8", optimizer="adamw8bit")
 
 
 @pytest.mark.parametrize(
