@@ -101,6 +101,7 @@ def _fit(
             run.write_config(config)
         task.start(run, None if restores else state, progress.log)
         if not restores:
+            # A run that is killed before its first evaluation resumes without the files of weights.
             checkpoints.save(0, state)
 
         key, every = jax.random.key(task.config.seed), task.config.checkpoint_every
@@ -248,10 +249,8 @@ def _restore(
 
 
 def _in_background(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Call a function in a thread, and return a function that waits for its result.
-
-    The process may end before the thread.
-    """
+    """Call a function in a thread, and return a function that waits for its result."""
+    # A daemon: an error of the run does not wait for gigabytes to be read.
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def call() -> None:
@@ -285,10 +284,8 @@ def _other_weights(run: RunDirectory) -> TrainError:
 
 
 def _check_same(task: Task[Any], run: RunDirectory, now: dict[str, Any]) -> None:
-    """Raise TrainError unless the run has the task's options and data, apart from its length.
-
-    The weights that it started with are compared later.
-    """
+    """Raise TrainError unless the run has the task's options and data, apart from its length."""
+    # The digest of its first weights, a second for each gigabyte, is compared in `_add_weights`.
     before = run.read_config()
     bases = [{**config.get("base", {}), WEIGHTS: None} for config in (before, now)]
     if bases[0] != bases[1]:

@@ -92,8 +92,7 @@ def make_optimizer(
     Muon orthogonalizes the momentum of each matrix of a linear layer of the decoder's layers, and
     multiplies it by 0.2 · sqrt(larger side), so that it is as large as AdamW's and has its learning
     rates. The products have operands in bfloat16 and sums in float32. Embedding, head, norms and
-    biases have AdamW. ``optax.contrib.muon`` would send a stack
-    of layers, which has three axes, to Adam; here it gets one layer at a time, in two axes.
+    biases have AdamW.
 
     Args:
         name: AdamW with moments in 32 or in 8 bits, or Muon with a momentum in 32 bits.
@@ -128,12 +127,16 @@ def make_optimizer(
     else:
         optimizer = optax.adamw(schedule, **options)
     if name == "muon":
+        # optax sends arrays of three axes, such as stacks of layers, to Adam. The offloaded update
+        # passes one layer at a time, whose matrices have two.
         muon = optax.contrib.muon(schedule, weight_decay=weight_decay, consistent_rms=0.2)
         # Muon is published with products in bfloat16.
         muon = with_matmul_precision(muon, "BF16_BF16_F32")
         optimizer = optax.partition({"muon": muon, "adamw": optimizer}, label)
     if master_copy:
         return in_24_bits(optimizer)
+    # An update of a bfloat16 parameter is mostly below its rounding step: rounded to nearest, the
+    # parameter would not change. Rounded at random, it changes by the update on average.
     return optax.chain(in_float32(optimizer), stochastic_rounding(seed))
 
 

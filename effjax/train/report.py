@@ -82,6 +82,7 @@ class ConsoleProgress(Progress):
         text = "  ".join([*words, f"{rate:.0f} {self.task.items}/s"])
         if self.bar:
             self.bar.update(self.bar.task_ids[0], completed=step, description=text)
+        # A log file shows that a long epoch goes on, without a line for each step.
         elif time.monotonic() - self.last_line > PATIENCE:
             self.log(f"step {step}/{self.steps}  {text}")
 

@@ -73,6 +73,7 @@ class OnlineRun:
 
     def __init__(self, name: str, folder: Path, options: Mapping[str, Any]):
         package = importlib.import_module(name)
+        # The identifier is in the run, so that a resumed run continues its record.
         folder.mkdir(exist_ok=True)
         file = folder / "id"
         if not file.exists():
@@ -153,6 +154,7 @@ class TrackedProgress(Progress):
         if self.tracker is not None:
             try:
                 self.tracker.add(values, step)
+            # Hours of training do not end for a network that is down.
             except Exception as error:
                 self.tracker = None
                 self.log(_describe(error))

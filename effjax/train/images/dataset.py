@@ -37,6 +37,7 @@ class ImageFiles:
 
     def __getitem__(self, indices: Any) -> np.ndarray:
         files = [self.files[i] for i in indices]
+        # Pillow decodes without Python's lock.
         with ThreadPoolExecutor() as threads:
             return np.stack(list(threads.map(self.decode, files)))
 
@@ -94,6 +95,7 @@ def stratified_split(
     The split does not depend on the seed of a run, so that runs can be compared. Each class keeps
     at least one train image and, where possible, at least `minimum` test images.
     """
+    # By class: a random share of all images may miss a rare class.
     rng = np.random.default_rng(seed)
     train, test = [], []
     for label in np.unique(labels):
@@ -151,6 +153,7 @@ def channel_counts(images: Images, process_index: int = 0, num_processes: int = 
         process_index: Index of this process, which counts every `num_processes`-th image.
         num_processes: Number of processes.
     """
+    # In chunks, because a folder may be larger than the memory.
     counts = np.zeros((images.shape[-1], 256), np.int64)
     numbers = np.arange(process_index, len(images), num_processes)
     size = max(CHUNK // max(math.prod(images.shape[1:]), 1), 1)

@@ -110,6 +110,8 @@ def _densenet_builder(
     return lambda **overrides: DenseNet(**network | options | overrides)
 
 
+# Flax's streams count their keys. While a model is traced, JAX searches the whole trace at each
+# count, which takes 6 of 8 seconds of a DenseNet-121.
 class _OneKey(nnx.RngStream):
     """Stream of random numbers that always returns its key."""
 
@@ -118,11 +120,7 @@ class _OneKey(nnx.RngStream):
 
 
 def abstract_rngs() -> nnx.Rngs:
-    """Return random numbers for a model whose values do not matter, as in `nnx.eval_shape`.
-
-    Flax's streams count their keys. While a model is traced, JAX searches the whole trace at each
-    count, which takes 6 of 8 seconds of a DenseNet-121.
-    """
+    """Return random numbers for a model whose values do not matter, as in `nnx.eval_shape`."""
     rngs: Any = nnx.Rngs()
     rngs.default = _OneKey(0, tag="default")
     return rngs

@@ -319,10 +319,7 @@ class ImageTask(Task[ImageResult]):
         )
 
     def _evaluate(self, eval_step: Any, state: TrainState, part: Part) -> Metrics:
-        """Return loss and accuracy on a part of the data; empty if the part is.
-
-        The last batch is padded with images of weight 0.
-        """
+        """Return loss and accuracy on a part of the data; empty if the part is."""
         images = getattr(self.dataset, f"{part}_images")
         labels = getattr(self.dataset, f"{part}_labels")
         if not len(images):

@@ -340,6 +340,8 @@ class FinetuneConfig(RunConfig):
         """Rows of tokens of an example of a batch."""
         return 2 if self.has_pairs else 1
 
+    # Plans read no data. How many pairs a packed row has depends on them; it changes two small
+    # arrays only.
     def batch_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and the dtype of each array of a batch, by name."""
         rows = self.batch_size, *([2] if self.has_pairs else []), self.max_length
@@ -382,6 +384,7 @@ class FinetuneConfig(RunConfig):
                 f"`quantize` (={self.quantize}) needs `lora`: quantized weights cannot be trained. "
                 "Train adapters, such as those of `lora` (=16)"
             )
+        # The default alpha, 2 · rank, would make the scale of rsLoRA grow with the rank.
         if self.rslora and self.lora_alpha is None:
             raise TrainError("`rslora` needs `lora_alpha`")
         if self.lora is not None and self.optimizer == "muon":
@@ -433,6 +436,7 @@ class FinetuneConfig(RunConfig):
         assert self.adapter is not None
         options = read_adapter(self.adapter)
         dropout = options.dropout if self.lora_dropout is None else self.lora_dropout
+        # The files have a scale, which this alpha gives without rsLoRA.
         return dataclasses.replace(
             self,
             lora=options.rank,

@@ -96,6 +96,7 @@ class _Callbacks(Progress):
     def __init__(self, callbacks: Sequence[Callback]):
         self.callbacks, self.stopped = callbacks, False
 
+    # The loop reads the metrics of a step while the next one runs, which then ends the run.
     def step(self, step: int, metrics: Metrics, rate: float) -> None:
         self.report({"kind": "train_step", "step": step, **metrics, "tokens_per_second": rate})
 

@@ -280,6 +280,7 @@ def _find_prompt(chosen: list[Any], rejected: list[Any]) -> dict[str, list[Any]]
 
 def _join_parts(number: int, content: Any) -> Any:
     """Return the text of a content of parts; other contents as they are."""
+    # Templates of models without images take strings only.
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return content
     for part in content:
@@ -291,7 +292,8 @@ def _join_parts(number: int, content: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """Return the value of a string of JSON, as data sets with columns have nested values."""
+    """Return the value of a string of JSON; other values as they are."""
+    # A column of Parquet has one type, so data sets store schemas of functions as strings.
     if not isinstance(value, str):
         return value
     try:

@@ -220,6 +220,7 @@ class DecoderLearner:
         def head(others: Params, x: Params, batch: Any) -> jax.Array:
             others = gather_params(others, self.mesh)
             log_probs = sum_log_probs(self.model, others, x["hidden"], batch)
+            # Each process stores the values of all pairs.
             return jax.lax.with_sharding_constraint(log_probs, replicated(self.mesh))
 
         return self._forward(head)
@@ -253,6 +254,8 @@ class DecoderLearner:
         elif self.loss is not None:
             head = self._own_head
 
+        # Within the scan over the layers, so that a device has one whole layer at a time. The
+        # backward pass gathers it again.
         def gather(function: Callable) -> Callable:
             return lambda params, *rest: function(gather_params(params, self.mesh), *rest)
 
@@ -302,7 +305,9 @@ class DecoderLearner:
         return shapes
 
     def _init_adapters(self) -> Params:
-        """Return adapters that do not change the model: A is uniform in ±1/√in, and B is 0."""
+        """Return adapters that do not change the model, because B is 0."""
+        # PEFT draws A by He's rule for a leaky ReLU of slope a = √5, which is uniform in
+        # ±√(6 / ((1 + a²) in)) = ±1/√in.
         shapes = self.adapter_shapes()
 
         def init(key: jax.Array) -> Params:

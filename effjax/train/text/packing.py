@@ -55,7 +55,7 @@ class PackedSequences:
         - `weights`: 1 where the label has loss, else 0.
         - `positions`: From 0 in each sequence.
         - `segment_ids`, of packed rows: 1 for the first sequence, 2 for the second one, and
-          so on; 0 in padding. A single sequence never attends to the padding behind it.
+          so on; 0 in padding.
 
         Args:
             rows: Indices of rows [N]. -1 is a row of padding only.
@@ -79,6 +79,7 @@ class PackedSequences:
                 batch["weights"][i, start : end - 1] = source.has_loss[first + 1 : last]
                 batch["positions"][i, start:end] = np.arange(last - first)
                 batch["segment_ids"][i, start:end] = segment
+        # Causal attention never reads the padding behind a single sequence.
         if not self.packed:
             del batch["segment_ids"]
         return batch
@@ -223,6 +224,7 @@ def pack_pairs(
     for part in parts:
         is_chosen = np.arange(len(part)) % 2 == 0
         sides = part.select(is_chosen), part.select(~is_chosen)
+        # The sides have the same rows and order, so that one segment id names both of a pair.
         lengths = np.maximum(*(side.lengths for side in sides))
         rows = length, *_distribute(lengths, length, packing, in_order), packing, not in_order
         chosen, rejected = (PackedSequences(side, *rows) for side in sides)

@@ -65,5 +65,5 @@ def preference_loss(
     margin, pairs = chosen - rejected, batch["pairs"]
     values = chosen, rejected, (margin > 0).astype(margin.dtype), margin
     sums = {name: jnp.sum(pairs * a) for name, a in zip(METRICS, values, strict=True)}
-    loss_sum = jnp.sum(pairs * jax.nn.softplus(-margin))
+    loss_sum = jnp.sum(pairs * jax.nn.softplus(-margin))  # -log sigmoid(z) = softplus(-z)
     return (loss_sum, jnp.sum(pairs)), lax.stop_gradient(sums)

@@ -31,6 +31,7 @@ def describe(task: TextTask) -> list[str]:
     ]
 
 
+# None of these is an error: a run of a few rows, or on very long texts, may be meant so.
 def _warn(config: FinetuneConfig, rows: PackedRows) -> list[str]:
     """Return what is probably not intended, one line each."""
     data, warnings = rows.source, []

@@ -269,10 +269,8 @@ def load_rows(
 
 
 def _count(hashes: np.ndarray, excluded: np.ndarray, weight: float) -> np.ndarray:
-    """Return how often each row is trained on in an epoch, int64 [number of rows].
-
-    The rows that are there once more than others are those with the smallest hashes.
-    """
+    """Return how often each row is trained on in an epoch, int64 [number of rows]."""
+    # The rows that are there once more than others are those with the smallest hashes.
     is_train = ~np.isin(hashes, excluded)
     whole, number = int(weight), int(is_train.sum())
     counts = np.where(is_train, whole, 0).astype(np.int64)
@@ -283,10 +281,10 @@ def _count(hashes: np.ndarray, excluded: np.ndarray, weight: float) -> np.ndarra
 
 
 def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
-    """Return the mask of the validation rows: those with the smallest hashes, at most as asked.
-
-    Equal rows stay together. Those that are too many are trained on.
-    """
+    """Return the mask of the validation rows, at most as many as asked."""
+    # Those with the smallest hashes: the choice is random, but neither a seed nor the order of the
+    # files changes it, and rows that are added move few others. Equal rows stay together, or the
+    # model would be validated on what it has seen.
     count = round(validation * len(hashes)) if validation < 1 else int(validation)
     different, sizes = np.unique(hashes, return_counts=True)
     if count >= len(hashes) or (count and len(different) == 1):
@@ -296,8 +294,6 @@ def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
             "rows."
         )
     room, held_out = count, []
-    # Hashes are sorted, and as good as random: this draws different rows without a seed. Equal rows
-    # on both sides would be validated on what was trained.
     for row, size in zip(different, sizes, strict=True):
         if size <= room:
             held_out.append(row)
@@ -357,6 +353,7 @@ def _tokenize(
 
 def _chunk(rows: Iterator[list[_Example]]) -> Iterator[list[list[_Example]]]:
     """Yield lists of rows with about `CHUNK` characters."""
+    # tokenizers encodes the texts of a list in parallel, to objects of about 300 bytes a character.
     chunk, size = [], 0
     for row in rows:
         chunk.append(row)

@@ -68,7 +68,8 @@ def show_rows(
 def _color(
     tokenizer: Tokenizer, tokens: np.ndarray, has_loss: np.ndarray, with_ids: bool, color: bool
 ) -> Text:
-    """Return the text of a sequence. Neighbors are decoded together, as characters may be split."""
+    """Return the text of a sequence."""
+    # Neighbors are decoded together: a character may have several tokens.
     text, changes = Text(), np.flatnonzero(np.diff(has_loss)) + 1
     groups = [*range(1, len(tokens))] if with_ids else changes
     for ids, losses in zip(np.split(tokens, groups), np.split(has_loss, groups), strict=True):

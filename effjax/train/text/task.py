@@ -157,6 +157,7 @@ def check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, base: Base) -> No
 
 def round_steps(epochs: int, num_rows: int, batch_size: int) -> int:
     """Return the number of steps whose batches have about as many rows as some epochs."""
+    # Batches cross the ends of epochs, so that no row is left out.
     return max(round(epochs * num_rows / batch_size), 1)
 
 
@@ -233,6 +234,7 @@ class TextTask(Task[TextResult]):
         pairs = {name: part for name, part in parts.items() if isinstance(part, PackedPairs)}
         if state is not None and pairs:
             count = sum(len(part.references) for part in pairs.values())
+            # They are those of the model before the first step, which a run that resumes lacks.
             log(f"computing the log probabilities of {counted(count, 'pair')} by the first model")
             for part in pairs.values():
                 self._set_references(part, state)
@@ -258,7 +260,7 @@ class TextTask(Task[TextResult]):
 
     @property
     def _eval_size(self) -> int:
-        # As many rows as a training step has on the device at a time.
+        # As many rows as a training step has on the device at a time, which is known to fit.
         return self.config.batch_size // self.config.num_microbatches
 
     def make_step(self) -> TrainStep:
@@ -306,6 +308,7 @@ class TextTask(Task[TextResult]):
         return {name: float(value) for name, value in metrics.items()}
 
     def score(self, record: Record) -> tuple[float, ...]:
+        # Without validation, and of equal losses, the last one is the best.
         return -record.get("validation_loss", 0), record["step"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:

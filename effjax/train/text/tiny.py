@@ -80,6 +80,7 @@ def train_tokenizer(vocab_size: int = 384, special_tokens: Sequence[str] = SPECI
         vocab_size=vocab_size, special_tokens=list(special_tokens), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
+    # A text that comes with Python, so that nothing is downloaded.
     tokenizer.train_from_iterator([topics["if"], topics["for"], topics["class"]], trainer)
     return tokenizer
 
