@@ -49,6 +49,7 @@ SUBJECTS = {
     "published-tpu": "products of a training step on a TPU beside the time that MaxText measured",
     "published-memory": "planned memory of programs beside the memory that others printed",
     "run-memory": "resident memory of a run on the CPU by phase, and the expected one",
+    "checkpoint-memory": "host memory beyond a state on the host while Orbax saves and restores it",
     "optimizers": "test loss of a small model with low-precision optimizers",
     "optimizers-offload": "planned steps with a master copy of 24 bits and with Muon",
     "optimizers-memory": "planned memory of the update of a large matrix by optimizer",

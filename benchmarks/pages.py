@@ -415,6 +415,13 @@ def run_memory() -> Iterator[Cells]:
         yield [row["model"], row["offload"], row["phase"], *sizes, f"{row['ratio']:.2f}"]
 
 
+def checkpoint_memory() -> Iterator[Cells]:
+    yield ["handlers", "saving [GiB]", "restoring [GiB]"]
+    for row in read("cpu/checkpoint_memory.json")["rows"]:
+        sizes = (f"{row[f'{key}_bytes'] / 2**30:.2f}" for key in ("save", "restore"))
+        yield [show(row["name"]), *sizes]
+
+
 def same_as_trl() -> Iterator[Cells]:
     yield ["", "TRL, first step", "TRL, tenth", "effjax, tenth", "largest difference"]
     for row in read("cpu/trl.json")["rows"]:
@@ -532,7 +539,7 @@ TABLES: dict[str, Callable[[], Iterator[Cells]]] = {
             overlap, clipping, resnet, optimizer_losses, optimizer_master_copies, optimizer_memory,
             packed_rows, fit, tpu_memory, tpu_traffic, tpu_all_reduces,
             my_gpu, my_gpu_batches, my_quantized_gpu, published, published_tpu, published_memory,
-            run_memory, same_as_trl, torch_loop,
+            run_memory, checkpoint_memory, same_as_trl, torch_loop,
         )
     },
     "fine_tuning_rtx4090": functools.partial(fine_tuning, "RTX 4090"),

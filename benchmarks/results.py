@@ -100,6 +100,8 @@ COLUMNS = (
     ("on host [GB]", "planned_host_bytes", ".3f", 1e9),
     ("to device [GB]", "to_device_bytes", ".1f", 1e9),
     ("to host [GB]", "to_host_bytes", ".1f", 1e9),
+    ("saving [GiB]", "save_bytes", ".2f", 2**30),
+    ("restoring [GiB]", "restore_bytes", ".2f", 2**30),
     ("modelled step [ms]", "step_seconds", ".2f", 1e-3),
     ("compiled", "compiled", ".0f", 1),
     ("trace [s]", "trace_seconds", ".2f", 1),

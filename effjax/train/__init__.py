@@ -21,9 +21,11 @@ _NAMES = {
     "TextResult": "text.task",
     "TrainError": "errors",
     "finetune": "text.finetune",
+    "make_handler_registry": "array_handler",
 }
 
 if TYPE_CHECKING:
+    from .array_handler import make_handler_registry as make_handler_registry
     from .errors import PreemptionError as PreemptionError
     from .errors import TrainError as TrainError
     from .text.config import FinetuneConfig as FinetuneConfig

@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 
 from .._slices import sharding_of
 from .._version import __version__
-from .array_handler import make_registry
+from .array_handler import make_handler_registry
 from .errors import PreemptionError, TrainError
 from .processes import is_multiprocess, run_on_first
 from .run_directory import digest_json, parse_object, read_regular
@@ -103,12 +103,11 @@ class Checkpoints:
             async_options=ocp.AsyncOptions(
                 timeout_secs=TIMEOUT_SECONDS,
                 post_finalization_callback=self._write_manifest,
-                create_directories_asynchronously=False,  # arrays are written at once
             ),
         )
         with self._translate_errors():
             self._manager = _Manager(
-                directory.absolute(), options=options, handler_registry=make_registry()
+                directory.absolute(), options=options, handler_registry=make_handler_registry()
             )
 
     def __enter__(self) -> "Checkpoints":
@@ -176,7 +175,7 @@ class Checkpoints:
             self._scores[step] = tuple(score)  # before the save, which asks the preservation policy
         with self._translate_errors():
             # `force`: the training loop decides when to save, and not Orbax's save policy.
-            args = ocp.args.PyTreeSave(jax.tree.map(jnp.asarray, state))
+            args = ocp.args.StandardSave(jax.tree.map(jnp.asarray, state))
             self._manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
@@ -258,10 +257,9 @@ class Checkpoints:
         return step, state
 
     def _restore_intact(self, like: Any, step: int) -> Any:
-        like = jax.tree.map(_shape_with_sharding, like)
+        like = jax.tree.map(_shape_of, like)
         try:
-            args = ocp.args.PyTreeRestore(like, restore_args=jax.tree.map(_restore_args, like))
-            return self._manager.restore(step, args=args)
+            return self._manager.restore(step, args=ocp.args.StandardRestore(like))
         except jax.errors.JaxRuntimeError:  # a device error such as out of memory
             raise
         except OSError as error:
@@ -316,12 +314,8 @@ class Checkpoints:
             raise OSError(code, reason, str(path)) from error
 
 
-def _shape_with_sharding(x: Any) -> jax.ShapeDtypeStruct:
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
-
-
-def _restore_args(like: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
-    return ocp.ArrayRestoreArgs(global_shape=like.shape, dtype=like.dtype, sharding=like.sharding)
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PROCESS_BYTES = 4 * 2**30
 # Slices of arrays: of checkpoints, which are written some at a time, and of exported files.
 SLICE_BYTES = 64 << 20  # unless a row of the first axis is larger
-MAX_BYTES_IN_FLIGHT = 4 * SLICE_BYTES
+MAX_BYTES_IN_FLIGHT = 3 * SLICE_BYTES  # with what Orbax needs, less than 256 MiB
 EXPORT_BYTES = 32 << 20
 # Processes of a job on a machine, as launchers state them; SLURM may write "4(x2)".
 _LOCAL_COUNTS = "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"

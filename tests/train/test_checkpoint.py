@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import checkpoint_memory
 from effjax import _slices, to_device, to_host
-from effjax.train import array_handler
+from effjax.train import array_handler, make_handler_registry
 from effjax.train.checkpoint import MANIFEST, WRITTEN_AFTER_MANIFEST, Checkpoints
 from effjax.train.errors import TrainError
 from effjax.train.run_directory import digest_json
@@ -137,6 +138,56 @@ def test_orbax_restores_a_checkpoint(tmp_path, mesh4x2):
     with ocp.StandardCheckpointer() as plain:
         restored = plain.restore(tmp_path / "1" / "default", shapes_of(saved))
     assert_same(restored, saved)
+
+
+HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+@vary("asynchronous", [True, False])
+def test_handlers_in_a_manager_of_orbax(tmp_path, asynchronous):
+    """They read what Orbax has written, and Orbax reads what they have."""
+    state = {
+        "host": jax.device_put(np.arange(24, dtype=np.float32).reshape(6, 4), HOST),
+        "rest": [jnp.float32(0.5), np.arange(3), 7, 1.5],
+    }
+    shapes = {**state, "host": jax.ShapeDtypeStruct((6, 4), np.float32, sharding=HOST)}
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=asynchronous)
+    registries = {"ours": make_handler_registry(), "orbax": None}
+    for writer, registry in registries.items():
+        folder = tmp_path / writer
+        with ocp.CheckpointManager(folder, options=options, handler_registry=registry) as manager:
+            manager.save(1, args=ocp.args.StandardSave(state))
+        for reader in registries.values():
+            with ocp.CheckpointManager(folder, handler_registry=reader) as manager:
+                restored = manager.restore(1, args=ocp.args.StandardRestore(shapes))
+            jax.tree.map(np.testing.assert_array_equal, restored, state)
+            assert [*map(type, restored["rest"])] == [*map(type, state["rest"])]
+            assert restored["host"].sharding == HOST
+            if reader is not None:  # Orbax's array has the type of one on the device
+                assert jax.typeof(restored["host"]).memory_space == jax.memory.Space.Host
+
+
+def test_handlers_refuse_other_options(tmp_path):
+    args, state = ocp.args, {"a": jnp.ones(3)}
+    composite = ocp.CompositeCheckpointHandler(handler_registry=make_handler_registry())
+    with ocp.Checkpointer(composite) as checkpointer:
+        checkpointer.save(tmp_path / "1", args=args.Composite(state=args.PyTreeSave(state)))
+        with pytest.raises(ValueError, match="`save_args`"):
+            wrong = args.StandardSave(state, save_args={"a": ocp.SaveArgs()})
+            checkpointer.save(tmp_path / "2", args=args.Composite(state=wrong))
+        for wrong, match in (
+            (args.PyTreeRestore(state, restore_args={"a": 0}), "`restore_args`"),
+            (args.StandardRestore(), "`item` must be a pytree"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                checkpointer.restore(tmp_path / "1", args=args.Composite(state=wrong))
+
+
+@vary("name", [checkpoint_memory.OURS, checkpoint_memory.SLICES])
+def test_memory_beyond_the_state(name):
+    measured = checkpoint_memory.measure(name, num_arrays=2)
+    assert measured["state_bytes"] == 2**29
+    assert max(measured["save_bytes"], measured["restore_bytes"]) < 2**28
 
 
 def test_a_save_that_fails_waits_for_its_other_writes(tmp_path, monkeypatch):
