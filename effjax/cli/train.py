@@ -65,18 +65,12 @@ def finetune(given: dict[str, Any]) -> None:
     At the end, RUN/model holds the best parameters in Hugging Face's layout. With --lora,
     RUN/adapter holds the adapters in PEFT's layout.
     """
-    if "resume" not in given:
-        for name, typed in (("checkpoint", "CHECKPOINT"), ("data", "--data")):
-            if name not in given:
-                raise TrainError(
-                    f"{typed} is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl."
-                )
     if given.get("show_ids") and "show" not in given:
         raise TrainError("--show-ids needs --show.")
     if "show" in given:
         show(given)
-        return
-    train_on_text(given)
+    else:
+        train_on_text(given)
 
 
 def show(given: Mapping[str, Any]) -> None:

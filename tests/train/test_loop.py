@@ -112,15 +112,6 @@ def test_result_of_images(whole):
     assert (data["train_images"], data["validation_images"]) == (65, 5)
 
 
-@pytest.mark.parametrize("task", ["text"], indirect=True)
-def test_result_of_text(task, whole):
-    run, result = whole
-    records = run.read_metrics()[:3]
-    assert records[0]["train_loss"] < math.log(384) + 0.6
-    assert result.validation_loss == min(record["validation_loss"] for record in records)
-    assert result.num_params == task.learner.num_params and result.tokens_per_second > 0
-
-
 def test_tests_the_best_parameters_once(task, whole, first_is_best):
     first, run, result = first_is_best
     steps = list(task.eval_steps)

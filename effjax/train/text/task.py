@@ -122,7 +122,10 @@ def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base,
         raise TrainError(f"{missing} is missing. Use effjax finetune CHECKPOINT --data FILE.jsonl.")
     base = find_base(config.checkpoint, config.stored_dtype)
     # Templates write a date. A run that continues needs the date of its beginning.
-    date = _parse_date(config.date) if config.date else datetime.date.today()
+    try:
+        date = datetime.date.fromisoformat(config.date) if config.date else datetime.date.today()
+    except ValueError as error:
+        raise TrainError(f"`date` (={config.date!r:.120}) must be like 2026-01-31") from error
     tokenizer = load_tokenizer(base.folder, date, config.chat_template)
     source = load_rows(
         config.data, tokenizer, config.max_length, config.validation, config.validation_data,
@@ -137,7 +140,8 @@ def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base,
         train, validation = pack_pairs(parts, *layout)
     else:
         train, validation = (pack(part, *layout) for part in parts)
-    steps = config.steps or round_steps(config.epochs, len(train), config.batch_size)
+    # Batches cross the ends of epochs, so that no row is left out.
+    steps = config.steps or max(round(config.epochs * len(train) / config.batch_size), 1)
     config = dataclasses.replace(config, checkpoint=base.path, date=date.isoformat(), steps=steps)
     return config, PackedRows(source, train, validation), base, tokenizer
 
@@ -153,19 +157,6 @@ def check_vocabulary(data: FinetuneData, tokenizer: Tokenizer, base: Base) -> No
             f"{largest} ({token!r:.120}) of the data is not below `vocab_size` "
             f"(={base.model.vocab_size})."
         )
-
-
-def round_steps(epochs: int, num_rows: int, batch_size: int) -> int:
-    """Return the number of steps whose batches have about as many rows as some epochs."""
-    # Batches cross the ends of epochs, so that no row is left out.
-    return max(round(epochs * num_rows / batch_size), 1)
-
-
-def _parse_date(text: str) -> datetime.date:
-    try:
-        return datetime.date.fromisoformat(text)
-    except ValueError as error:
-        raise TrainError(f"`date` (={text!r:.120}) must be like 2026-01-31") from error
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
