@@ -17,6 +17,7 @@ from .checkpoint import (
     Arrays,
     Shapes,
     check_arrays,
+    find_arrays,
     find_tensors,
     load_arrays,
     make_sources,
@@ -28,7 +29,8 @@ MODEL = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 BASE = "base_model.model."  # before the names of the base model
 A, B = ".lora_A.weight", ".lora_B.weight"
-# Options of PEFT that are read, or that do not change what a saved adapter computes.
+# Options of PEFT that are read, or that do not change what a saved adapter computes. Others are
+# refused if they are set: a new one may stand for another product.
 KNOWN = {
     "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
     "eva_config", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
@@ -81,9 +83,7 @@ def load_adapter(
     config, prefix = _read_config(folder / CONFIG), f"{BASE}{layers_prefix}"
     if layers is None:
         layers = _find_shapes(folder, prefix)
-    check_arrays(layers, {})
-    sources = make_sources(layers, {}, prefix)
-    arrays, _ = load_arrays(folder, MODEL, sources, prefix, (), None)
+    arrays, _ = load_arrays(*find_arrays(folder, MODEL, layers, {}, prefix, ()), None)
     rank = _check_matrices(arrays)
     if rank != config["r"]:
         raise ValueError(
@@ -240,6 +240,7 @@ def _check_matrices(layers: Mapping[str, Any]) -> int:
 
 def _find_alpha(scale: float, rank: int) -> float:
     """Return a number whose quotient by `rank` is `scale`, if one exists; rather an integer."""
+    # PEFT divides it by the rank, which must give the same scale.
     alpha = scale * rank
     neighbors = math.nextafter(alpha, math.inf), math.nextafter(alpha, -math.inf)
     exact = (a for a in (round(alpha), alpha, *neighbors) if a / rank == scale)

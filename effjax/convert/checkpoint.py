@@ -79,6 +79,7 @@ class Source(NamedTuple):
         """Return True if a tensor has the shape that the array needs."""
         if not self.part:
             return tensor.shape == self.tensor_shape
+        # Rows are padded to whole blocks, of which a byte holds one or two codes.
         *rows, size = tensor.shape or (0,)
         padded = size + -size % BLOCK
         return (*rows, padded) == (*self.tensor_shape[:-1], self.tensor_shape[-1] * self.num_values)
@@ -91,11 +92,9 @@ class Source(NamedTuple):
         return (*bounds[:-1], (first, min(last, tensor.shape[-1])))
 
     def ranges(self, bounds: Bounds) -> Iterator[tuple[str, tuple[int, int], Bounds]]:
-        """Yield the name of a tensor, rows of a shard of the array, and their bounds in the tensor.
-
-        Args:
-            bounds: The bounds of the shard.
-        """
+        """Yield the name of a tensor, rows of a shard within `bounds`, and their own bounds."""
+        # A tensor of a stack is one row. A single tensor is cut, so that the host holds one part of
+        # it at a time.
         if not bounds:
             yield self.names[0], (0, 1), bounds
         elif self.is_stack:
@@ -106,6 +105,9 @@ class Source(NamedTuple):
             for first, last in row_ranges(shape, self.array.dtype.itemsize, CHUNK_BYTES):
                 rows = bounds[0][0] + first, bounds[0][0] + last
                 yield self.names[0], (first, last), (rows, *bounds[1:])
+
+
+Sources = dict[str, Source]  # by the name of the array
 
 
 def load_checkpoint(
@@ -152,9 +154,8 @@ def load_checkpoint(
             if a value is too large for the dtype of its shape.
         OSError: if a file cannot be read.
     """
-    _check_count(Path(folder), layers, others)
-    sources = make_sources(layers, others, layers_prefix)
-    return load_arrays(Path(folder), MODEL, sources, layers_prefix, ignore, progress)
+    found = find_arrays(Path(folder), MODEL, layers, others, layers_prefix, ignore)
+    return load_arrays(*found, progress)
 
 
 def check_checkpoint(
@@ -166,24 +167,7 @@ def check_checkpoint(
     ignore: Collection[str] = IGNORED,
 ) -> None:
     """Raise the errors of `load_checkpoint` that the headers of the files show."""
-    _check_count(Path(folder), layers, others)
-    sources = make_sources(layers, others, layers_prefix)
-    _find_checked(Path(folder), MODEL, sources, layers_prefix, ignore)
-
-
-def _check_count(folder: Path, layers: Shapes, others: Shapes) -> None:
-    """Raise ValueError for far more layers than the files have, before their names are listed."""
-    # A billion layers in config.json would take all memory.
-    check_arrays(layers, others)
-    with contextlib.suppress(OSError):  # a folder that must not be changed
-        complete_replacement(folder)
-    tensors, _, _ = find_tensors(folder, MODEL)
-    wanted = len(others) + sum(a.shape[0] for a in layers.values())
-    if wanted > 10 * len(tensors) + 1000:
-        raise ValueError(
-            f"{folder} has {len(tensors)} tensors, and the model {wanted}. Check the number of "
-            "layers in config.json."
-        )
+    find_arrays(Path(folder), MODEL, layers, others, layers_prefix, ignore)
 
 
 def differ(folder: Path, first: str, second: str) -> bool:
@@ -196,6 +180,7 @@ def differ(folder: Path, first: str, second: str) -> bool:
         return True
     for rows in row_ranges(a.shape, DTYPES[a.dtype].itemsize, CHUNK_BYTES):
         bounds = (rows, *whole(a.shape)[1:])
+        # Compared as bytes, NaN equals itself.
         one, other = (read_tensor(tensor, bounds).view(np.uint8) for tensor in (a, b))
         if not np.array_equal(one, other):
             return True
@@ -288,7 +273,7 @@ def check_arrays(layers: Any, others: Any) -> None:
 
 def make_sources(
     layers: Mapping[str, Any], others: Mapping[str, Any], layers_prefix: str
-) -> tuple[dict[str, Source], dict[str, Source]]:
+) -> tuple[Sources, Sources]:
     """Return the sources of `layers` and of `others`."""
 
     def stack(leaf: str, a: Any) -> Source:
@@ -319,25 +304,17 @@ class Problem(NamedTuple):
 
 
 def load_arrays(
-    folder: Path,
-    file_name: str,
-    sources: tuple[dict[str, Source], dict[str, Source]],
-    layers_prefix: str,
-    ignore: Collection[str],
-    progress: Progress | None,
+    layers: Sources, others: Sources, tensors: Mapping[str, Tensor], progress: Progress | None
 ) -> tuple[Arrays, Arrays]:
-    """Load the arrays of both dicts of sources; see `load_checkpoint`."""
-    tensors = _find_checked(folder, file_name, sources, layers_prefix, ignore)
-    wanted = [source for group in sources for source in group.values()]
+    """Load the arrays that `find_arrays` has found; see `load_checkpoint`."""
     total = sum(
         num_bytes(tensors[name], source.tensor_bounds(tensors[name], bounds))
-        for source in wanted
+        for source in [*layers.values(), *others.values()]
         if source.part != SCALES  # computed with the codes
         for shard in devices_by_shard(source.array)
         for name, _, bounds in source.ranges(shard)
     )
     report = _make_report(total, progress)
-    layers, others = sources
     # Single tensors are the largest of all, so they come while there is little else.
     new_others = {name: _load_array(source, tensors, report) for name, source in others.items()}
     new_layers: Arrays = {}
@@ -351,23 +328,32 @@ def load_arrays(
     return {leaf: new_layers[leaf] for leaf in layers}, new_others
 
 
-def _find_checked(
+def find_arrays(
     folder: Path,
     file_name: str,
-    sources: tuple[dict[str, Source], dict[str, Source]],
+    layers: Shapes,
+    others: Shapes,
     layers_prefix: str,
     ignore: Collection[str],
-) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of its shards, if they are those of the sources."""
+) -> tuple[Sources, Sources, dict[str, Tensor]]:
+    """Return the sources of `layers` and `others`, and the tensors of the files if they match."""
+    check_arrays(layers, others)
     with contextlib.suppress(OSError):  # a folder that must not be changed
         complete_replacement(folder)
     tensors, unread, problems = find_tensors(folder, file_name)
-    wanted = [source for group in sources for source in group.values()]
-    problems += _compare(tensors, unread, wanted, ignore)
+    # Before their names are listed: a billion layers in config.json would take all memory.
+    wanted = len(others) + sum(a.shape[0] for a in layers.values())
+    if wanted > 10 * len(tensors) + 1000:
+        raise ValueError(
+            f"{folder} has {len(tensors)} tensors, and the model {wanted}. Check the number of "
+            "layers in config.json."
+        )
+    sources = make_sources(layers, others, layers_prefix)
+    problems += _compare(tensors, unread, [*sources[0].values(), *sources[1].values()], ignore)
     if problems:
         lines = "".join(f"\n- {line}" for line in _describe(problems, layers_prefix))
         raise ValueError(f"{folder} does not have the expected tensors:{lines}")
-    return tensors
+    return *sources, tensors
 
 
 def find_tensors(folder: Path, file_name: str) -> tuple[dict[str, Tensor], set[str], list[Problem]]:
@@ -509,8 +495,9 @@ def _load_quantized(
     tensors: Mapping[str, Tensor],
     report: Callable[[int], None],
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the codes and scales of a stack of weights, which are read once."""
-    # The scales of all layers are on the host until the codes are complete: 1/64 of the numbers.
+    """Return the codes and scales of a stack of weights."""
+    # The weights are read once. So the scales of all layers, one for each 64 numbers, wait on the
+    # host until the codes are complete.
     _check_shards(leaf, codes, scales, tensors)
     form, dtype = "int8" if codes.array.dtype == jnp.int8 else "nf4", np.dtype(scales.array.dtype)
     kept: dict[tuple[str, Bounds], np.ndarray] = {}
@@ -555,6 +542,7 @@ def _read_converted(tensor: Tensor, bounds: Bounds, out: np.ndarray, name: str) 
         read_tensor(tensor, bounds, out)
         return
     a = read_tensor(tensor, bounds)
+    # Rounding is expected, but a weight that becomes infinite makes every result NaN.
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = a
     if jnp.finfo(out.dtype).max < jnp.finfo(a.dtype).max and np.any(np.isinf(out) & ~np.isinf(a)):
@@ -583,7 +571,7 @@ def _make_report(total: int, progress: Progress | None) -> Callable[[int], None]
 def save_arrays(
     folder: Path,
     file_name: str,
-    sources: tuple[dict[str, Source], dict[str, Source]],
+    sources: tuple[Sources, Sources],
     files: Mapping[str, bytes],
     max_shard_bytes: int,
     overwrite: bool,
@@ -603,6 +591,8 @@ def save_arrays(
         for i, source in [*((0, source) for source in others.values()), *by_layer]
         if i < len(source.names)
     }
+    # The first process creates files of their final size, and each writes its shards into them: no
+    # shard is sent to another process.
     partial, _ = _hidden_folders(folder)
     shards = _split(shapes, file_name, max_shard_bytes)
     headers = {name: make_header(partial / name, shard) for name, shard in shards.items()}
@@ -677,6 +667,7 @@ def _split(
         size += tensor_bytes
     if len(shards) == 1:
         return {file_name: shards[0]}
+    # As transformers names them.
     stem, suffix = os.path.splitext(file_name)
     return {
         f"{stem}-{i:05d}-of-{len(shards):05d}{suffix}": shard for i, shard in enumerate(shards, 1)
@@ -709,7 +700,7 @@ def _write_all(
 @contextlib.contextmanager
 def _in_all_processes(step: str) -> Iterator[None]:
     """Run a step of saving. All processes end it together, and raise an error if one does."""
-    # Otherwise the others would wait forever for the one that has failed.
+    # Without this exchange, the others would wait forever for the one that has failed.
     error = None
     try:
         yield
