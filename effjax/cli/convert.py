@@ -48,7 +48,7 @@ def convert(
     from rich.progress import Progress
 
     from ..convert import DENSENET, load_weights
-    from ..convert.files import TORCH_SUFFIXES, suffix_of
+    from ..convert.files import TORCH_SUFFIXES
     from ..convert.networks import NETWORKS, as_nnx, network_variables, write_checkpoint
     from ..train.report import print_line, print_table
 
@@ -56,9 +56,9 @@ def convert(
         raise TrainError(f"--model {model} must be one of {', '.join(NETWORKS)}.")
     if to.exists():
         raise TrainError(f"{to} already exists. Give another --to.")
-    if suffix_of(to) in TORCH_SUFFIXES:
+    if to.suffix.lower() in TORCH_SUFFIXES:
         raise TrainError(f"--to {to} must be a new folder or a .safetensors file.")
-    if suffix_of(to) != ".safetensors":
+    if to.suffix.lower() != ".safetensors":
         check_orbax_path(to)
     console = Console()
     options = {} if num_classes is None else {"num_classes": num_classes}

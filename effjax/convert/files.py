@@ -46,7 +46,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         OSError: if the file cannot be read.
     """
     path = Path(path)
-    suffix = suffix_of(path)
+    suffix = path.suffix.lower()
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ValueError(f"{path}: must be a regular file; copy it into one.")
     if suffix in TORCH_SUFFIXES:
@@ -72,7 +72,7 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> No
     """
     path = Path(path)
     arrays = {name: np.asarray(a, order="C") for name, a in as_named_arrays(weights).items()}
-    if suffix_of(path) != ".safetensors":
+    if path.suffix.lower() != ".safetensors":
         raise ValueError(f"{path}: `path` must end in .safetensors.")
     with replacing(path) as partial:
         write_file(partial, arrays)
@@ -81,15 +81,11 @@ def save_weights(path: str | os.PathLike[str], weights: Mapping[str, Any]) -> No
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `path` if no error occurs."""
+    # Beside the file, because a rename is atomic within one file system only.
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         partial = Path(folder) / path.name
         yield partial
         os.replace(partial, path)
-
-
-def suffix_of(path: Path) -> str:
-    """Return the suffix in lower case."""
-    return path.suffix.lower()
 
 
 def as_named_arrays(weights: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ..models.densenet import DENSENET_OPTIONS
 from ..models.linen import DenseNet, ResNet
 from ..models.resnet import RESNET_OPTIONS
-from .files import replacing, save_weights, suffix_of
+from .files import replacing, save_weights
 from .tables import DENSENET, RESNET, Table, nnx_path
 from .weights import from_torch, path_of
 
@@ -25,6 +25,7 @@ NETWORKS: dict[str, tuple[Callable[..., Any], Table]] = {
     )
     for name, options in options_by_name.items()
 }
+# Shapes of parameters do not depend on the image, which must only survive five strides of 2.
 IMAGE_SHAPE = (1, 64, 64, 3)
 
 
@@ -46,7 +47,7 @@ def as_nnx(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_checkpoint(path: Path, variables: Mapping[str, Any]) -> None:
     """Write an Orbax directory, or a `.safetensors` file with dotted names, atomically."""
-    if suffix_of(path) == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         return save_weights(path, flatten_dict(variables, sep="."))
     import orbax.checkpoint as ocp
 

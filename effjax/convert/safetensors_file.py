@@ -187,7 +187,7 @@ def write_tensor(tensor: Tensor, part: np.ndarray, bounds: Bounds | None = None)
         for outer in np.ndindex(part.shape[:axis]):
             file.seek(tensor.start + _offset((*outer, 0), bounds, steps))
             data = _bytes(part[outer])
-            while data:
+            while data:  # an unbuffered file may write less than it is given
                 data = data[file.write(data) :]
 
 
@@ -204,6 +204,7 @@ def make_header(
         starts[name], end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [starts[name], end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The tensors begin at a multiple of 8, as those of the safetensors package.
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     tensors = {name: Tensor(path, *descriptions[name], start + starts[name]) for name in names}

@@ -61,7 +61,8 @@ def from_torch(
             contain it.
     """
     check_table(table)
-    given = named(weights, table, prefix)
+    arrays = as_named_arrays(weights)
+    given = {n: arrays[old] for n, old in current_names("weights", arrays, table, prefix).items()}
     leaves, build = _leaves("into", into)
     names = torch_names(leaves, table)
     found = {
@@ -81,6 +82,7 @@ def from_torch(
             " The offsets of deformable convolutions begin at zero: for the weights of a network "
             "without them, pass to_torch(into, table) | weights."
         )
+    # All problems are in one error: a wrong prefix or table shows in the list as a whole.
     _check_names("weights", set(names.values()), given, prefix, other_shapes, hint)
     for path, array in found.items():
         if not _is_counter(names[path]):
@@ -133,6 +135,7 @@ def to_torch(
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(f"`variables` has no value at {path}: it is abstract.")
         found[name] = to_torch_layout(path, np.asarray(leaf))
+    # An older name has the array of its current form, so the result fits the code of its time.
     if like is not None:
         check_named("like", like)
         originals = current_names("like", like, table, prefix)
@@ -148,13 +151,6 @@ def to_torch(
         if array == "running_mean" and table.counters:
             found.setdefault(f"{module}{dot}{COUNTER}", np.zeros((), np.int64))
     return {f"{start}{name}": array for name, array in found.items()}
-
-
-def named(weights: Any, table: Table, prefix: str) -> dict[str, np.ndarray]:
-    """Return the weights below the prefix with their current names."""
-    arrays = as_named_arrays(weights)
-    names = current_names("weights", arrays, table, prefix)
-    return {new: arrays[old] for new, old in names.items()}
 
 
 def current_names(argument: str, names: Iterable[str], table: Table, prefix: str) -> dict[str, str]:
@@ -195,7 +191,8 @@ def _check_names(
 
 
 def _prefix_hint(missing: Set[str], given: Mapping[str, Any], prefix: str) -> str:
-    """Return a hint if all missing names exist below one further prefix, such as `module`."""
+    """Return a hint if all missing names exist below one further prefix."""
+    # As `module`, which DataParallel puts before all names, or that of a detector's backbone.
     for name in given if missing else ():
         further = name.removesuffix(min(missing))
         if further.endswith(".") and all(further + other in given for other in missing):
@@ -274,6 +271,7 @@ def _cast(
         dtype = jax.dtypes.canonicalize_dtype(like.dtype)
         with np.errstate(over="ignore"):
             new = array.astype(dtype)
+        # Values count, not dtypes: float64 weights that were float32 before lose nothing.
         is_counter = array.dtype.kind in "iub"
         if not (is_counter or np.array_equal(new.astype(array.dtype), array, equal_nan=True)):
             change = f"{names[path]:.120} from {array.dtype} to {dtype}"

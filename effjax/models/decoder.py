@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,8 @@ from ..ops._common.dtypes import accumulation_dtype, at_least_float32
 from ..ops._common.sharding import explicit_axes, explicit_spec
 from ..ops.attention import IMPLEMENTATIONS, dot_product_attention
 from ..ops.cross_entropy import linear_cross_entropy
-from ..ops.quantize import FORMATS, Format, Quantized, quantize, quantized_linear
+from ..ops.quantize import FORMATS, Format, Quantized, quantized_linear
+from ..ops.quantize import quantize as quantize_array
 from .decoder_config import (
     FAMILIES,
     DecoderConfig,
@@ -118,21 +119,10 @@ def decoder_shapes(
         name: jax.ShapeDtypeStruct((config.num_hidden_layers, *shape), dtype)
         for name, shape in layers.items()
     }
-    if quantize is not None:
-        stacked = _quantized_shapes(stacked, [f"{name}.weight" for name in linear], quantize)
+    for name in [f"{name}.weight" for name in linear] if quantize is not None else ():
+        pair = jax.eval_shape(functools.partial(quantize_array, form=quantize), stacked.pop(name))
+        stacked |= {name + CODES: pair.codes, name + SCALES: pair.scales}
     return stacked, {name: jax.ShapeDtypeStruct(s, dtype) for name, s in others.items()}
-
-
-def _quantized_shapes(shapes: Params, names: Collection[str], form: Format) -> Params:
-    """Return the shapes with codes and scales in place of the named weights."""
-    result: Params = {}
-    for name, a in shapes.items():
-        if name in names:
-            pair = jax.eval_shape(functools.partial(quantize, form=form), a)
-            result |= {name + CODES: pair.codes, name + SCALES: pair.scales}
-        else:
-            result[name] = a
-    return result
 
 
 def check_layers(config: DecoderConfig, layers: Any) -> None:
@@ -154,28 +144,11 @@ def init_decoder(config: DecoderConfig, key: jax.Array) -> tuple[Params, Params]
     """
     check_config(config)
     key = as_key("key", key)
-    init = functools.partial(init_decoder_layer, config)
-    layers = jax.vmap(init)(decoder_layer_keys(config, key))
-    return layers, init_decoder_others(config, key)
-
-
-def decoder_layer_keys(config: DecoderConfig, key: jax.Array) -> jax.Array:
-    """Return the keys `[num_hidden_layers]` of `init_decoder_layer`."""
-    numbers = jnp.arange(1, config.num_hidden_layers + 1)  # 0 is that of `init_decoder_others`
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
-
-
-def init_decoder_layer(config: DecoderConfig, key: jax.Array) -> Params:
-    """Return the random parameters of one layer."""
-    layers, _ = decoder_shapes(config)
+    layers, others = decoder_shapes(config)
     one = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in layers.items()}
-    return _draw(config, key, one)
-
-
-def init_decoder_others(config: DecoderConfig, key: jax.Array) -> Params:
-    """Return the random parameters outside the layers."""
-    _, others = decoder_shapes(config)
-    return _draw(config, jax.random.fold_in(key, 0), others)
+    # Layer i has the key i + 1, and what is outside of the layers the key 0.
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(config.num_hidden_layers + 1))
+    return jax.vmap(lambda key: _draw(config, key, one))(keys[1:]), _draw(config, keys[0], others)
 
 
 def _draw(config: DecoderConfig, key: jax.Array, shapes: Params) -> Params:
@@ -285,7 +258,7 @@ def decoder_logits(config: DecoderConfig, others: Params, hidden: jax.Array) -> 
     check_named_arrays("others", others, ["model.norm.weight", _head_name(config)])
     hidden = as_array("hidden", hidden)
     x = _head_input(config, others, hidden)
-    weight = _head_weight(config, others).astype(x.dtype)
+    weight = others[_head_name(config)].astype(x.dtype)  # [vocab_size, hidden_size]
     logits = jnp.einsum("ntd,vd->ntv", x, weight, preferred_element_type=accumulation_dtype(x))
     cap = config.final_logit_softcapping
     return logits if cap is None else cap * jnp.tanh(logits / cap)
@@ -355,6 +328,7 @@ def apply_layer(
 
     length, size = hidden.shape[1], mlp_chunk_size
     if size is not None and size < length:
+        # XLA cannot merge the recomputation with the forward pass, which is another loop.
         hidden = _map_chunks(jax.checkpoint(mlp, prevent_cse=False), hidden, size)
     else:
         hidden = mlp(hidden, 0)
@@ -541,7 +515,7 @@ def token_losses(
     """Return the cross entropy [N, T] of the last layer's output, without the logits."""
     return linear_cross_entropy(
         _head_input(config, others, hidden),
-        _head_weight(config, others),
+        others[_head_name(config)],
         labels,
         mask=mask,
         softcap=config.final_logit_softcapping,
@@ -550,12 +524,8 @@ def token_losses(
 
 
 def _head_input(config: DecoderConfig, others: Params, hidden: jax.Array) -> jax.Array:
-    """Return the input of the head, divided as its logits would be."""
+    # The logits of granite are divided. They are never formed in training, so their input is.
     return _scaled(_norm(config, others, "model.norm", hidden), 1 / config.logits_scaling)
-
-
-def _head_weight(config: DecoderConfig, others: Params) -> jax.Array:  # [vocab_size, hidden_size]
-    return others[_head_name(config)]
 
 
 def _head_name(config: DecoderConfig) -> str:
@@ -578,6 +548,7 @@ def _linear(params: Params, lora: Lora, name: str, x: jax.Array, key: Any = None
     if f"{name}.lora_A.weight" in params:
         scale = lora.scale
         if lora.dropout and key is not None:
+            # Not hash(name), which differs between the processes of a job.
             key = jax.random.fold_in(key, zlib.crc32(name.encode()))
             x = x * jax.random.bernoulli(key, 1 - lora.dropout, x.shape).astype(x.dtype)
             scale /= 1 - lora.dropout  # here, because x may be narrow
@@ -618,6 +589,7 @@ def _rotary_frequencies(config: DecoderConfig, length: int) -> np.ndarray:
     Returns:
         [L, R/2], or [1, R/2] if those of all layers are equal.
     """
+    # In float64, because positions multiply the error of a power.
     exponents = np.arange(0, config.rotary_dim, 2) / config.rotary_dim
     frequencies = _scale_frequencies(config, config.rope_theta**-exponents, length)
     rows = [frequencies] * config.num_hidden_layers

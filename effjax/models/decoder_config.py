@@ -378,7 +378,12 @@ class DecoderConfig:
             ValueError: for a network that is not supported, and for missing or invalid keys.
             OSError: if the file cannot be read.
         """
-        settings = dict(source) if isinstance(source, Mapping) else _read(pathlib.Path(source))
+        if isinstance(source, Mapping):
+            settings = dict(source)
+        else:
+            path = pathlib.Path(source)
+            path = path / "config.json" if path.is_dir() else path
+            settings = read_json_object(path, "a config.json")
         try:
             return _parse(settings)
         except (TypeError, OverflowError, RecursionError) as error:  # for any content of a file
@@ -391,27 +396,16 @@ class DecoderConfig:
         settings = json.loads(fields.pop("other_settings"))
         for name in set(OPTIONS) - {*family.options}:
             del fields[name]
-        fields = {name: list(v) if isinstance(v, tuple) else v for name, v in fields.items()}
         if (scaling := self.rope_scaling) is not None:
             kind = next(kind for kind, form in _SCALINGS.items() if isinstance(scaling, form))
-            values = dataclasses.asdict(scaling)
-            values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
-            fields["rope_scaling"] = {"rope_type": kind, **values}
+            fields["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
         if isinstance(scaling, LongRopeScaling) and self.model_type == "phi3":
             # transformers prefers this key to that of `rope_scaling`.
             original = scaling.original_max_position_embeddings
             settings["original_max_position_embeddings"] = original
         fields["torch_dtype"] = fields.pop("dtype")
-        names = {
-            "architectures": [family.architecture],
-            family.activation_key: family.activation,
-        }
-        return {**names, **settings, **fields}
-
-    @property
-    def has_qk_norm(self) -> bool:
-        """True if queries and keys are normalized."""
-        return FAMILIES[self.model_type].qk_norm is not None
+        names = {"architectures": [family.architecture], family.activation_key: family.activation}
+        return json.loads(json.dumps({**names, **settings, **fields}))  # lists for tuples
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -487,12 +481,6 @@ def _as_positive(name: str, value: Any) -> float:
     return as_number(name, value, lambda number: 0 < number < math.inf, "positive and finite")
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    """Return the content of a config.json, given the file or its folder."""
-    path = path / "config.json" if path.is_dir() else path
-    return read_json_object(path, "a config.json")
-
-
 def _parse(settings: dict[str, Any]) -> DecoderConfig:
     """Return the configuration of the content of a config.json; empties `settings` of its keys."""
     model_type = settings.pop("model_type", None)
@@ -504,6 +492,7 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
             raise ValueError(f"config.json lacks `{name}`.")
         fields[name] = as_integer(name, settings.pop(name), 1)
     heads = fields["num_attention_heads"]
+    # null means the default of the family, except for a key of `NULLABLE`.
     values = {**family.defaults, **{n: v for n, v in settings.items() if v is not None}}
     values = _default_layers(model_type, fields["num_hidden_layers"], values) | values
     fields["num_key_value_heads"] = values.get("num_key_value_heads", heads)
@@ -525,18 +514,15 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
         elif name in values:
             fields[name] = values[name]
     fields["dtype"] = _parse_dtype(values)
-    for name in ("num_key_value_heads", "head_dim", "dtype", "torch_dtype", *names):
-        settings.pop(name, None)
-    for name in ("architectures", "hidden_act", "hidden_activation"):  # written by `to_json`
+    written = "architectures", "hidden_act", "hidden_activation"  # by `to_json`
+    for name in ("num_key_value_heads", "head_dim", "dtype", "torch_dtype", *names, *written):
         settings.pop(name, None)
     return DecoderConfig(**fields, other_settings=json.dumps(settings, sort_keys=True))
 
 
 def _parse_dtype(settings: Mapping[str, Any]) -> Any:
-    """Return the dtype of config.json: "bfloat16" also of "torch.bfloat16".
-
-    "auto", as no dtype, leaves it to the reader of the weights: float32 holds any of them.
-    """
+    """Return the dtype of config.json: "bfloat16" also of "torch.bfloat16"."""
+    # "auto", as no dtype, leaves it to the reader of the weights: float32 holds any of them.
     dtype = settings.get("dtype", settings.get("torch_dtype"))
     if isinstance(dtype, str):
         dtype = dtype.removeprefix("torch.")
@@ -545,6 +531,8 @@ def _parse_dtype(settings: Mapping[str, Any]) -> Any:
 
 def _default_layers(model_type: str, count: int, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values for each layer that config.json may lack."""
+    # As transformers fills them in: each fourth layer of SmolLM3 rotates nothing, and each second
+    # one of Gemma 2 and sixth one of Gemma 3 attends to all tokens.
     if count > MAX_LISTED_LAYERS and (model_type == "smollm3" or model_type.startswith("gemma")):
         raise ValueError(
             f"`num_hidden_layers` (={count}) must be at most {MAX_LISTED_LAYERS} for {model_type}."
@@ -568,6 +556,7 @@ def _parse_rope(family: Family, settings: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, Mapping | None):
             raise ValueError(f"`{name}` of config.json must be an object, not {describe(value)}.")
         rope |= value or {}
+    # transformers 4 has these beside the scaling, and transformers 5 within `rope_parameters`.
     named = {n: settings.pop(n, None) for n in ("rope_theta", "rope_local_base_freq")}
     named["partial_rotary_factor"] = settings.pop("partial_rotary_factor", None)
     if "rope_local_base_freq" in family.options:
@@ -609,6 +598,8 @@ def _parse_scaling(
     if kind == "longrope":
         original = settings.get("original_max_position_embeddings", original)
         if rope.get("attention_factor") is None:
+            # LongRoPE's sqrt(1 + ln s / ln L) for rows s times as long as the original L: with more
+            # tokens, scores must be larger for attention to stay as sharp.
             factor = rope.get("factor")
             factor = longest / original if factor is None else factor
             root = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
