@@ -95,6 +95,7 @@ def chat(given: dict[str, Any]) -> None:
                     answer += piece
                     print(printable_lines(piece), end="", flush=True)
             print()
+            # The text and not the tokens: a template may change earlier turns.
             messages, turn = [*conversation, {"role": "assistant", "content": answer}], turn + 1
 
 

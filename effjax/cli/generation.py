@@ -67,7 +67,8 @@ class GenerationOptions:
 
         from ..train.text.model import find_model
 
-        set_pinned_limit()  # before JAX starts
+        # Before JAX starts: XLA reads the variable once.
+        set_pinned_limit()
         today = datetime.date.today()
         return find_model(self.checkpoint, self.dtype, today, self.base, self.chat_template)
 
@@ -78,13 +79,15 @@ class GenerationOptions:
         from ..train.report import LoadBar
         from ..train.text.model import generation_mesh
 
+        # On stderr, because stdout may be a pipe that gets the text.
         with LoadBar(Console(stderr=True)) as bar:
             return model.load(self.offload, bar.update, generation_mesh(self.mesh))
 
     def sampling(self, model: "TextModel", max_tokens: int, stop_tokens: set[int]) -> "Options":
-        """Return the options of `effjax.models.generate`, without an adapter; raise TrainError."""
+        """Return the options of `effjax.models.generate`; raise TrainError."""
         from ..models.generate import check_options
 
+        # Before the weights are loaded, which can take minutes. `lora_scale` comes with them.
         try:
             return check_options(
                 model.config, max_new_tokens=max_tokens, temperature=self.temperature,

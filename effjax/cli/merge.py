@@ -39,6 +39,7 @@ def merge(
     from ..train.text.merge import merge as write
     from ..train.text.model import find_model
 
+    # Not at the end, after minutes of reading and writing.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise TrainError(f"--out {out}: exists and is not empty. Give another folder.")
     model = find_model(adapter, dtype, datetime.date.today(), base)

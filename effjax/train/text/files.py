@@ -13,6 +13,7 @@ def read_text(file: Path) -> str:
     Raises:
         DataError: It cannot be read.
     """
+    # Reading a pipe would block, and a device need not end.
     check_regular(file)
     try:
         return file.read_text(encoding="utf-8")

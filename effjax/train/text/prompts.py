@@ -91,6 +91,8 @@ def encode(
     else:
         raise TrainError("A list of messages needs a chat template, and --chat.")
     messages = [*conversation.messages]
+    # Python reads other bytes of a command line, and \ud800 in JSON, as halves of surrogate pairs,
+    # which tokenizers refuse without saying where they are.
     contents = [("The prompt", message.get("content")) for message in messages]
     for name, text in (*contents, ("--system", system)):
         if text is not None and text.encode(errors="ignore").decode() != text:

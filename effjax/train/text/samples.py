@@ -22,7 +22,7 @@ from .learner import DecoderLearner, DecoderState
 from .model import TextModel
 from .prompts import encode, read_lines
 
-MAX_PROMPTS = 100  # all are generated at once
+MAX_PROMPTS = 100  # whose caches are on the device together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Samples:
         config = learner.config
         tokens, lengths = pad_prompts(self.tokens, max(map(len, self.tokens)))
 
+        # One call for all prompts: layers in host memory are loaded once for a token of all rows.
         def complete(layers: Any, others: Any, step: jax.Array) -> Generation:
             done = generate(
                 learner.model, layers, to_device(others), jnp.asarray(tokens),
