@@ -10,6 +10,7 @@ pytest.importorskip("tokenizers")
 
 from effjax.ops.quantize import FORMATS, dequantize, quantize  # noqa: E402
 from effjax.train.loop import fit  # noqa: E402
+from effjax.train.text.packing import eval_batches  # noqa: E402
 from tests.train.small import new_run  # noqa: E402
 from tests.train.text.small import finetune_task, write_base  # noqa: E402
 
@@ -25,7 +26,7 @@ def finetune(folder, family="llama", tied=False, **options):
 
 def mean_loss(model, task):
     """Return the loss of the validation rows, which are not packed."""
-    (batch,) = task.data.eval_batches("validation", len(task.data.validation))
+    (batch,) = eval_batches(task.data.validation, len(task.data.validation))
     arrays = {name: torch.from_numpy(batch[name]).long() for name in ("tokens", "labels")}
     with torch.no_grad():
         logits = model(input_ids=arrays["tokens"]).logits.float()
