@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ class Tokenizer:
                     "the chat template marks no turn of the assistant: it has {% generation %} "
                     "blocks, and none is reached with these messages. Correct the template."
                 )
-            ends = _cumulative_lengths(pieces)
+            ends = list(accumulate(map(len, pieces)))
             spans = [*zip(ends[:-1:2], ends[1::2], strict=True)]
             if len(trained) < len(answers):
                 if len(spans) != len(answers):
@@ -341,11 +341,3 @@ def _normalize(message: Message) -> dict[str, Any]:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _cumulative_lengths(pieces: list[str]) -> list[int]:
-    ends, end = [], 0
-    for piece in pieces:
-        end += len(piece)
-        ends.append(end)
-    return ends
