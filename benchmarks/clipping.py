@@ -32,10 +32,11 @@ from effjax.ops.offload.embed_head import make_embed_head, run_embed, run_head
 from effjax.ops.offload.layers import ForwardPass, LayerStack
 from effjax.ops.offload.optimizer import adjust_optimizer, make_clip
 from effjax.ops.offload.placement import Space, put
-from effjax.ops.offload.row_update import plan_rows, update_rows
+from effjax.ops.offload.row_update import plan_rows, update_params
 from effjax.ops.offload.slices import OffloadOptions
 from effjax.ops.offload.train_state import StateSpec
 from effjax.ops.offload.trees import Partition, Tree, float_leaves, merge_leading_axes
+from effjax.train.optimizers import is_adamw
 
 from .language_model_table import (
     CLIP_NORM,
@@ -125,8 +126,8 @@ def make_delayed_step(embed: Any, layer: Any, head: Any, tx: Any, clip_norm: flo
 
     def step(delayed: DelayedState, batch: Any) -> tuple[DelayedState, jax.Array]:
         old = delayed.state
-        named = spec.with_paths(old.layers, old.others)
-        params, others = named.partition(old.layers, old.others)
+        params, others = spec.partition(old.layers, old.others)
+        named = spec.with_paths(params.trained, others.trained)
         layers: Any = named.layers
         num_layers = layers.count(old.layers)
         loaded = put(others, Space.Device)
@@ -145,10 +146,10 @@ def make_delayed_step(embed: Any, layer: Any, head: Any, tx: Any, clip_norm: flo
         clipped = adjust_optimizer(
             named.others_tx, stats.finite, make_clip(clip_norm, "global", norm), None
         )
-        new_others, others_state = update_rows(
-            clipped, plan_rows(named.others_tx, others.trained), others.trained,
-            old.others_state, others_grads, num_layers,
-        )  # fmt: skip
+        plan = plan_rows(named.others_tx, others.trained, is_adamw)
+        new_others, others_state = update_params(
+            clipped, plan, others.trained, old.others_state, others_grads, num_layers
+        )
         new = OffloadState(done.trained, new_others, layers_state, others_state)
         return DelayedState(new, grads, norm, jnp.bool_(True)), ends.loss
 
@@ -177,7 +178,7 @@ def abstract_step(config: DecoderConfig, length: int, form: str) -> tuple:
     tx = OPTIMIZERS["float32"]()
     init, step = offload_train_step(
         *functions, tx, clip_norm=CLIP_NORM, fuse_update=False, weighted_loss=True,
-        others_in="host",
+        others_in="host", update_rows=is_adamw,
     )  # fmt: skip
     layers, others = decoder_shapes(config)
     state: Any = jax.eval_shape(init, place(layers, 1), place(others, 1))

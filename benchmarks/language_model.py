@@ -15,6 +15,7 @@ from effjax import OffloadState, offload_jit, offload_train_step
 from effjax.memory import MemoryPlan, plan
 from effjax.models import DecoderConfig, decoder_functions, decoder_shapes
 from effjax.optimizers import adamw_8bit, in_float32
+from effjax.train.optimizers import is_adamw
 
 from .measure import need_compiler
 from .results import Bars, Result, Size
@@ -66,7 +67,8 @@ def abstract_step(
     others_state = place(jax.eval_shape(tx.init, others), on_host)
     state = OffloadState(place(layers, True), place(others, on_host), layers_state, others_state)
     tokens = jax.ShapeDtypeStruct(batch, jnp.int32)
-    step = offload_jit(make_step(config, tx, others_in=others_in)[1])
+    update_rows = is_adamw if on_host else None
+    step = offload_jit(make_step(config, tx, others_in=others_in, update_rows=update_rows)[1])
     return step, state, place({"tokens": tokens, "labels": tokens}, False)
 
 

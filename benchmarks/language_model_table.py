@@ -23,7 +23,7 @@ from effjax.memory.devices import find_target
 from effjax.memory.time.step_time import step_time
 from effjax.models import DecoderConfig, Llama3RopeScaling, decoder_functions, decoder_shapes
 from effjax.optimizers import adamw_8bit, in_24_bits, in_float32, stochastic_rounding
-from effjax.train.optimizers import make_optimizer
+from effjax.train.optimizers import is_adamw, make_optimizer
 
 from .language_model import QWEN3_8B, count_parameters, traffic
 from .measure import need_compiler
@@ -126,6 +126,7 @@ def make_step(config: DecoderConfig, moments: str, form: Form) -> Any:
         OPTIMIZERS[moments](),
         clip_norm=CLIP_NORM, clip_by="previous", weighted_loss=True,
         params_in=form.memory, others_in=form.memory,
+        update_rows=is_adamw if form.memory == "host" else None,
     )  # fmt: skip
 
 

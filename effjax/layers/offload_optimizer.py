@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ..ops._common.arguments import check_optimizer
 from ..ops.offload.backends import barrier, mark_in_order
 from ..ops.offload.layers import LayerList, LayerStack
-from ..ops.offload.mixing import check_per_leaf, check_selections
+from ..ops.offload.mixing import check_per_leaf
 from ..ops.offload.optimizer import (
     ClipBy,
     apply_optimizer,
@@ -19,24 +19,34 @@ from ..ops.offload.optimizer import (
     with_value,
     zero_squares,
 )
-from ..ops.offload.row_update import has_huge_array, plan_rows, update_rows
+from ..ops.offload.row_update import (
+    UpdateRows,
+    check_selects,
+    has_huge_array,
+    plan_rows,
+    update_params,
+)
 from ..ops.offload.trees import Tree, shapes_of
 
 
 class ParamGroups(NamedTuple):
     """Parameters of a model by update method; also their gradients or optimizer state."""
 
-    layers: list[Tree]  # updated one at a time, on the host; huge arrays by rows
+    layers: list[Tree]  # updated one at a time, on the host; huge arrays alone or by rows
     stacks: list[Tree]  # stacks of identical layers, arrays [L, ...] on the host
     others: Tree  # updated together, on the device
 
 
-def init_state(tx: Any, params: ParamGroups) -> ParamGroups:
-    """Return the state of `tx`, in the memory of the parameters; raise as `stream_update` does."""
+def init_state(tx: Any, params: ParamGroups, update_rows: UpdateRows | None) -> ParamGroups:
+    """Return the state of `tx`, in the memory of the parameters.
+
+    Raises the errors of `stream_update` and of `plan_rows`.
+    """
     check_optimizer(tx)
     check_per_leaf(tx, shapes_of(params.others))
-    trees = [*params.layers, *params.stacks, params.others]
-    check_selections(tx, trees, "nested dicts from the model down")
+    check_selects(update_rows, params.layers)
+    for module in filter(has_huge_array, params.layers):
+        plan_rows(tx, module, update_rows)
     stacks = [LayerStack(tx).init(stack) for stack in params.stacks]
     return ParamGroups(LayerList(tx).init(params.layers), stacks, tx.init(params.others))
 
@@ -58,6 +68,7 @@ def update_groups(
     tx: Any,
     clip_norm: float | None,
     clip_by: ClipBy,
+    update_rows: UpdateRows | None,
     old: UpdateState,
     grads: ParamGroups,
     value: Any = None,
@@ -98,8 +109,8 @@ def update_groups(
                 with_value(plain_tx, value), make_clip(clip_norm, "global", module_norm)
             )
 
-        by_rows = _update_by_rows(plain_tx, clipped, [modules[i] for i in huge])
-        updated |= dict(zip(huge, by_rows, strict=True))
+        one_by_one = _update_huge(plain_tx, clipped, [modules[i] for i in huge], update_rows)
+        updated |= dict(zip(huge, one_by_one, strict=True))
     layers, layers_state = ([updated[i][j] for i in range(len(modules))] for j in (0, 1))
     stacks = [
         update(LayerStack(tx), g, s, w)
@@ -115,8 +126,10 @@ def update_groups(
     )
 
 
-def _update_by_rows(tx: Any, clipped: Callable, modules: list[tuple]) -> list[tuple[Tree, Tree]]:
-    """Update modules (params, state, grads) one after the other, and large arrays by rows.
+def _update_huge(
+    tx: Any, clipped: Callable, modules: list[tuple], update_rows: UpdateRows | None
+) -> list[tuple[Tree, Tree]]:
+    """Update modules (params, state, grads) one after the other, and large arrays one by one.
 
     ``clipped(grads)`` is `tx` with clipping.
     """
@@ -126,5 +139,6 @@ def _update_by_rows(tx: Any, clipped: Callable, modules: list[tuple]) -> list[tu
         (w, s, g), last = barrier((module, last))
         if i:
             updated.append(last)
-        last = update_rows(clipped(g), plan_rows(tx, w), w, s, g, key_offset=0)
+        plan = plan_rows(tx, w, update_rows)
+        last = update_params(clipped(g), plan, w, s, g, key_offset=0)
     return [*updated, last]

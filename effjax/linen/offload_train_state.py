@@ -29,7 +29,8 @@ class OffloadTrainState(TrainState):
 
     The state of the optimizer is in the memory of the parameters. Parameters on the host are
     updated one module at a time on the device, which holds one or two of them with their gradients
-    and state; arrays above 512 MiB in chunks of rows. All others are updated on the device::
+    and state; arrays above 512 MiB alone, whole or in chunks of rows. All others are updated on the
+    device::
 
         variables = model.init(key, x)  # a linen.OffloadModel, or a model that contains one
         state = effjax.linen.OffloadTrainState.create(
@@ -47,6 +48,7 @@ class OffloadTrainState(TrainState):
         stacks: the paths of parameters [L, ...] of identical layers, see `create`.
         clip_norm: the largest norm of the gradients. If None, they are not clipped.
         clip_by: the norm that `clip_norm` limits, see `create`.
+        update_rows: the parameters that may be updated in chunks of rows, see `create`.
         grad_norm: the norm of the last gradients, with ``clip_by="previous"``.
 
     References:
@@ -56,6 +58,7 @@ class OffloadTrainState(TrainState):
     stacks: tuple[str, ...] = struct.field(pytree_node=False, default=())
     clip_norm: float | None = struct.field(pytree_node=False, default=None)
     clip_by: ClipBy = struct.field(pytree_node=False, default="global")
+    update_rows: Callable[[Any, Any], bool] | None = struct.field(pytree_node=False, default=None)
     grad_norm: Any = ()
 
     @classmethod
@@ -68,6 +71,7 @@ class OffloadTrainState(TrainState):
         stacks: Sequence[str] = (),
         clip_norm: float | None = None,
         clip_by: ClipBy = "global",
+        update_rows: Callable[[Any, Any], bool] | None = None,
         **kwargs: Any,
     ) -> "OffloadTrainState":
         """Create the state before the first step.
@@ -86,6 +90,9 @@ class OffloadTrainState(TrainState):
                 "previous" (the global norm of the previous step, `grad_norm`), or "layer" (that of
                 each module on the host or layer of `stacks`, and of all parameters on the device).
                 Only "global" reads the gradients twice.
+            update_rows: the arrays above 512 MiB in host memory, outside of `stacks`, that may be
+                updated in chunks of rows, ``(path, leaf) -> bool``, as in
+                `effjax.offload_train_step`. A path is that of nested dicts from the model down.
             **kwargs: the fields of a subclass.
 
         Returns:
@@ -95,7 +102,8 @@ class OffloadTrainState(TrainState):
             TypeError: if `params` are not nested dicts of arrays, `apply_fn` is neither a function
                 nor None, or `stacks` is not a sequence of strings.
             ValueError: if tx mixes parameters, if `stacks` has other paths or paths on the device,
-                if `clip_norm` is not positive, or for `clip_by` without `clip_norm`.
+                if `clip_norm` is not positive, for `clip_by` without `clip_norm`, or if
+                `update_rows` selects no parameter or one whose optimizer state has no rows.
         """
         check_clipping(clip_norm, clip_by)
         if not isinstance(params, Mapping):
@@ -107,8 +115,9 @@ class OffloadTrainState(TrainState):
         check_on_host(groups.stacks, "Move them with effjax.to_host, or remove them from `stacks`.")
         return cls(
             step=jnp.int32(0), apply_fn=apply_fn, params=params, tx=tx,
-            opt_state=init_state(tx, groups), stacks=tuple(stacks), clip_norm=clip_norm,
-            clip_by=clip_by, grad_norm=init_grad_norm(clip_by, groups), **kwargs,
+            opt_state=init_state(tx, groups, update_rows), stacks=tuple(stacks),
+            clip_norm=clip_norm, clip_by=clip_by, update_rows=update_rows,
+            grad_norm=init_grad_norm(clip_by, groups), **kwargs,
         )  # fmt: skip
 
     def apply_gradients(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -131,7 +140,7 @@ class OffloadTrainState(TrainState):
         old = UpdateState(_group(self.params, self.params, self.stacks), state, self.grad_norm)
         grads = _group(self.params, grads, self.stacks)
         new, opt_state, grad_norm = update_groups(
-            self.tx, self.clip_norm, self.clip_by, old, grads, value
+            self.tx, self.clip_norm, self.clip_by, self.update_rows, old, grads, value
         )
         flat = {}
         for group in (*new.layers, *new.stacks, new.others):

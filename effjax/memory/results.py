@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..ops.offload.compiled import HOST_MEMORY_VARIABLE, gibibytes, host_memory_limit
+from ..ops.offload.row_update import WHOLE_UPDATE
 from .devices import Target
 from .plots import Bar, bar_chart, scatter_chart, stacked_bar_chart
 from .read.buffers import Buffer, Bytes
@@ -137,11 +138,11 @@ class MemoryPlan(Printable):
 
     def report(self, name: str = "", max_rows: int = MAX_ROWS) -> Report:
         """Return the report to print, with `name` in its headline."""
-        notes = [_donation_note(self), _padding_note(self), recomputation_note(self)]
+        hints = _donation_note, _padding_note, _whole_update_note, recomputation_note
         return Report(
             tables=[table for table in _plan_tables(self, max_rows) if table.rows],
             headline=f"{name}: {summarize(self)}" if name else summarize(self),
-            note="\n".join(f"hint: {note}" for note in notes if note),
+            note="\n".join(f"hint: {note}" for hint in hints if (note := hint(self))),
             is_ok=self.fits,
         )
 
@@ -478,6 +479,22 @@ def recomputation_note(plan: MemoryPlan) -> str:
     return (
         f"XLA recomputes {recomputed} of {total}, because the step would otherwise exceed the "
         "memory of the device"
+    )
+
+
+def _whole_update_note(plan: MemoryPlan) -> str:
+    """Return a hint at what `update_rows` would save, if the peak is in an update without it."""
+    named = [buffer for buffer in plan.peak_buffers if WHOLE_UPDATE in buffer.operation]
+    # XLA does not name the copies from the host. Count those of the shapes of such updates.
+    updates = [line for line in plan.hlo.splitlines() if WHOLE_UPDATE in line]
+    shapes = set(re.findall(r"\w+\[[\d,]+\]", "".join(updates)))
+    copies = [b for b in plan.peak_buffers if b.operation.startswith("copy") and b.shape in shapes]
+    size = sum(buffer.bytes for buffer in named + copies)
+    if not named or size < _WORTH_A_NOTE * plan.peak_device_bytes:
+        return ""
+    return (
+        f"{named[0].shape} is updated whole, with its optimizer state; `update_rows` saves "
+        f"up to {format_bytes(size)} where the update of a row depends on no other row"
     )
 
 

@@ -1,7 +1,7 @@
 """OffloadOptimizer for Flax NNX."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ class OffloadOptimizer(nnx.Pytree):
     The state of the optimizer is in the memory of the parameters. The layers of an `OffloadModel`
     are updated one at a time on the device, which holds one or two of them with their gradients and
     state. All other parameters stay on the device and are updated there. If you move them to the
-    host, arrays above 512 MiB are updated in chunks of rows::
+    host, each array above 512 MiB is updated alone, whole or in chunks of rows (`update_rows`)::
 
         model = effjax.nnx.OffloadModel(layers).to_host()
         optimizer = effjax.nnx.OffloadOptimizer(model, optax.adam(1e-3))
@@ -53,6 +53,9 @@ class OffloadOptimizer(nnx.Pytree):
         clip_by: the norm that `clip_norm` limits, as in `effjax.offload_train_step`: "global",
             "previous" (the global norm of the previous step, `grad_norm`), or "layer" (that of each
             layer, and of all parameters on the device). Only "global" reads the gradients twice.
+        update_rows: the arrays above 512 MiB in host memory that may be updated in chunks of rows,
+            ``(path, leaf) -> bool``, as in `effjax.offload_train_step`. A path is that of nested
+            dicts from the model down; parameters of stacks are not asked for.
 
     Attributes:
         step: the number of updates, an `nnx.OptState`.
@@ -63,8 +66,9 @@ class OffloadOptimizer(nnx.Pytree):
     Raises:
         TypeError: if `model` is not an nnx Module.
         ValueError: if tx mixes parameters, if the parameters of an OffloadModel are not in host
-            memory, if `wrt` selects no Variable, if `clip_norm` is not positive, or for
-            `clip_by` without `clip_norm`.
+            memory, if `wrt` selects no Variable, if `clip_norm` is not positive, for `clip_by`
+            without `clip_norm`, or if `update_rows` selects no parameter or one whose optimizer
+            state has no rows.
 
     References:
         ZeRO-Offload: Ren et al., 2021 (arXiv:2101.06840).
@@ -78,6 +82,7 @@ class OffloadOptimizer(nnx.Pytree):
         wrt: Any = nnx.Param,
         clip_norm: float | None = None,
         clip_by: ClipBy = "global",
+        update_rows: Callable[[Any, Any], bool] | None = None,
     ):
         check_clipping(clip_norm, clip_by)
         _check_module(model)
@@ -88,11 +93,13 @@ class OffloadOptimizer(nnx.Pytree):
             raise ValueError(f"`wrt` (={wrt!r}) must select at least one Variable of `model`.")
         groups = _group(model, params, params)
         check_on_host([groups.layers, groups.stacks], "Call to_host() of each OffloadModel first.")
-        state = init_state(tx, groups)
+        state = init_state(tx, groups, update_rows)
         self.opt_state: Any = nnx.data(jax.tree.map(nnx.OptArray, state))
         grad_norm = init_grad_norm(clip_by, groups)
         self.grad_norm: Any = nnx.data(jax.tree.map(nnx.OptState, grad_norm))
-        self.update_arrays = offload_jit(functools.partial(update_groups, tx, clip_norm, clip_by))
+        self.update_arrays = offload_jit(
+            functools.partial(update_groups, tx, clip_norm, clip_by, update_rows)
+        )
 
     def update(self, model: nnx.Module, grads: Any, *, value: Any = None) -> None:
         """Update the parameters of the model and the state, in place.

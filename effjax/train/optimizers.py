@@ -114,10 +114,7 @@ def make_optimizer(
         return jax.tree.map_with_path(lambda path, _: _is_matrix(path[-1].key), params)
 
     def label(params: Any) -> Any:
-        def label_one(path: Any, _: Any) -> str:
-            return "muon" if path[-1].key.endswith("_proj.weight") else "adamw"
-
-        return jax.tree.map_with_path(label_one, params)
+        return jax.tree.map_with_path(lambda *leaf: "adamw" if is_adamw(*leaf) else "muon", params)
 
     options: dict[str, Any] = dict(
         b1=b1, b2=b2, eps=epsilon, weight_decay=weight_decay, mask=is_decayed
@@ -138,6 +135,14 @@ def make_optimizer(
     # An update of a bfloat16 parameter is mostly below its rounding step: rounded to nearest, the
     # parameter would not change. Rounded at random, it changes by the update on average.
     return optax.chain(in_float32(optimizer), stochastic_rounding(seed))
+
+
+def is_adamw(path: Any, leaf: Any) -> bool:
+    """Return True if AdamW updates a parameter even with the optimizer "muon".
+
+    AdamW treats rows separately, as `update_rows` of `effjax.offload_train_step` requires.
+    """
+    return not path[-1].key.endswith("_proj.weight")
 
 
 def _is_matrix(name: str) -> bool:

@@ -122,11 +122,11 @@ def trained(model, optimizer, run):
     return losses, nnx.to_pure_dict(nnx.state(model, nnx.Any(nnx.Param, nnx.BatchStat)))
 
 
-def check_training(make, tx, clip=None, model=None, run=None, wrt=nnx.Param):
+def check_training(make, tx, clip=None, model=None, run=None, wrt=nnx.Param, **options):
     """Check that training is that in memory and moves no array; return the optimizer."""
     model = offloaded(make) if model is None else model
     where = jax.tree.map(lambda a: a.sharding, nnx.state(model))
-    optimizer = OffloadOptimizer(model, tx, wrt=wrt, **clip_options(clip))
+    optimizer = OffloadOptimizer(model, tx, wrt=wrt, **clip_options(clip), **options)
     got = trained(model, optimizer, run or offload_jit(train_step))
     like = make(plain)
     in_memory = nnx.Optimizer(like, optax.chain(CLIPS[clip], tx), wrt=wrt)
@@ -158,14 +158,23 @@ def test_training_matches_in_memory(make, tx, clip):
     assert clip != "previous" or optimizer.grad_norm.get_value() > 0.1
 
 
-@vary("clip", ["layer", "global", "previous"])
-def test_huge_arrays_on_the_host_are_updated_by_rows(clip, monkeypatch):
+@vary(
+    ("clip", "in_rows"), [("layer", True), ("global", True), ("previous", True), ("layer", False)]
+)
+def test_huge_arrays_on_the_host_are_updated_alone(clip, in_rows, monkeypatch):
     monkeypatch.setattr(row_update, "CHUNK_BYTES", 100)
     model = offloaded(Wrapped)
     for variable in model.before, model.after:
         variable.set_value(effjax.to_host(variable.get_value()))
         assert row_update.has_huge_array(variable.get_value())
-    check_training(Wrapped, MOMENTUM, clip, model)
+    paths = []
+
+    def update_rows(path, leaf):
+        paths.append(jax.tree_util.keystr(path))
+        return True
+
+    check_training(Wrapped, MOMENTUM, clip, model, update_rows=update_rows if in_rows else None)
+    assert {"['before']", "['after']", "['body']['layers'][0]['kernel']"} <= {*paths} or not in_rows
 
 
 @vary("make", [Wrapped, stack])
@@ -264,6 +273,7 @@ def test_rejects_invalid_arguments():
         ("must treat every parameter separately", dict(tx=mixing)),
         (r"Call to_host\(\)", dict(model=Wrapped(OffloadModel))),
         ("`wrt`", dict(wrt="no such")),
+        (r"`update_rows` must select .*kernel", dict(update_rows=lambda path, leaf: False)),
     ):
         with pytest.raises(ValueError, match=match):
             OffloadOptimizer(**valid | options)
@@ -317,8 +327,15 @@ def body_on_host(tree):
     return {**tree, "body": effjax.to_host(tree["body"])}
 
 
-@pytest.mark.parametrize(("clip", "tx"), [("previous", MOMENTUM), ("global", ADAM)])
-def test_train_state_matches_in_memory(clip, tx):
+@pytest.mark.parametrize(
+    ("clip", "tx", "options"),
+    [
+        ("previous", MOMENTUM, {}),
+        ("global", ADAM, {"update_rows": lambda path, leaf: path[0].key == "body"}),
+    ],
+)
+def test_train_state_matches_in_memory(clip, tx, options, monkeypatch):
+    monkeypatch.setattr(row_update, "CHUNK_BYTES", 20)  # the kernels of the body are huge arrays
     layers = [nn.Dense(12), nn.relu, nn.Dense(6)]
     like, model = (
         LinenModel(body) for body in (nn.Sequential(layers), effjax.linen.OffloadModel(layers))
@@ -327,7 +344,7 @@ def test_train_state_matches_in_memory(clip, tx):
     state = TrainState.create(apply_fn=like.apply, params=params, tx=optax.chain(CLIPS[clip], tx))
     want, in_memory = trained_state(like, state, jax.jit)
     before = OffloadTrainState.create(
-        apply_fn=model.apply, params=body_on_host(params), tx=tx, **clip_options(clip)
+        apply_fn=model.apply, params=body_on_host(params), tx=tx, **clip_options(clip), **options
     )
     got, state = trained_state(model, before, effjax.offload_jit)
     assert_close((got, state.params), (want, in_memory.params), 1e-5)
@@ -373,6 +390,7 @@ def test_train_state_rejects_invalid_arguments():
         (TypeError, "`params` must be nested dicts of arrays", dict(params=[params])),
         (TypeError, "`apply_fn`", dict(apply_fn=params)),
         (ValueError, "must be in host memory", dict(params=params, stacks=["body/layers"])),
+        (ValueError, "`update_rows` must select", dict(update_rows=lambda path, leaf: False)),
     ):
         with pytest.raises(error, match=match):
             OffloadTrainState.create(**valid | options)

@@ -7,9 +7,8 @@
 - `stack`, `sequential`: the operators of stacks of identical layers and of different layers.
 - `slices`: options of the operators; forward and backward pass of one slice.
 - `optimizer`: an optimizer on the device, with clipping and loss scales.
-- `row_update`: updates of large parameters in chunks of rows.
-- `mixing`: the check that an optimizer treats parameters and layers separately, and the list of
-  those that treat rows separately.
+- `row_update`: updates of large parameters in host memory, whole or in chunks of rows.
+- `mixing`: the check that an optimizer treats parameters and layers separately.
 - `host_init`: initialization in host memory; the place of each array of an optimizer's state.
 - `compiled`: `offload_jit`.
 - `backends`: what XLA needs on each platform: options, the order of slices, loops over them.

@@ -50,12 +50,16 @@ class OffloadParams(NamedTuple):
 
 
 def with_full_paths(
-    tx: Any, put_in: Callable[[Tree], OffloadParams], take_out: Callable[[OffloadParams], Tree]
+    tx: Any,
+    part: Tree,
+    put_in: Callable[[Tree], OffloadParams],
+    take_out: Callable[[OffloadParams], Tree],
 ) -> Optimizer:
     """Return `tx` for a part of all parameters, which `tx` gets with the paths of the whole.
 
     Args:
         tx: an optimizer of OffloadParams.
+        part: the part, or its shapes.
         put_in: returns OffloadParams with a part, and None in place of all other parameters.
         take_out: returns the part of them. The entries of the state have the same parts.
     """
@@ -70,8 +74,11 @@ def with_full_paths(
         return take_out_all(tx.init(put_in(params)))
 
     def update(grads: Tree, state: Tree, params: Tree, value: Any = None) -> tuple[Tree, Tree]:
-        # The parts that are not taken out have no arrays.
-        structure = jax.tree.structure(jax.eval_shape(tx.init, put_in(shapes_of(params))))
+        # The parts that are not taken out have no arrays. If `params` are some rows of `part`, the
+        # state is that of the whole: `init` of adamw_8bit would choose another one for a few rows.
+        is_part = jax.tree.structure(params) == jax.tree.structure(part)
+        shapes = shapes_of(part if is_part else params)
+        structure = jax.tree.structure(jax.eval_shape(tx.init, put_in(shapes)))
         state = structure.unflatten(jax.tree.leaves(state))
         new = with_value(tx, value).update(put_in(grads), state, put_in(params))
         return take_out(new[0]), take_out_all(new[1])

@@ -1,28 +1,29 @@
 """Optimizer updates of parameters in host memory, the rows of large ones in chunks."""
 
-import functools
-import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
+from .._common.arguments import describe
 from .._common.sharding import explicit_axes, explicit_spec, reshape
 from .backends import barrier, mark_host_slices
 from .host_init import init_in_place, place_state, state_space
-from .mixing import check_per_leaf, find_mixing, find_owners, find_row_factors, find_state_keys
+from .mixing import check_per_leaf, find_owners, find_state_keys
 from .optimizer import apply_optimizer, fold_state_keys
 from .placement import Space, put, space_of
 from .trees import Tree, count_row_shards, shapes_of
 
 # The rows of a parameter, its gradient and its state that are on the device at a time.
 CHUNK_BYTES = 64 * 2**20
+WHOLE_UPDATE = "update_whole_parameter"  # in the names of operations
 _TILE = 32  # rows; the largest tile of a TPU
-_logger = logging.getLogger("effjax.ops.offload")
+UpdateRows = Callable[[Any, Any], bool]  # (path, leaf), see `offload_train_step`
 
 
 class LargeLeaf(NamedTuple):
@@ -34,10 +35,10 @@ class LargeLeaf(NamedTuple):
 
     index: int
     state: list[int]  # the leaves of the optimizer's state that belong to it
-    factors: list[int] | None  # rows of the parameter and each of `state` per row; None: whole
-    shards: int
-    size: int
-    num_rows: int  # of each shard
+    in_rows: bool
+    shards: int = 1
+    size: int = 0
+    num_rows: int = 0  # of each shard
 
 
 class RowPlan(NamedTuple):
@@ -64,11 +65,13 @@ def has_huge_array(params: Tree) -> bool:
     return any(_num_bytes(a) > 8 * CHUNK_BYTES for a in jax.tree.leaves(params))
 
 
-def plan_rows(tx: Any, params: Tree) -> RowPlan:
-    """Choose the large parameters and their chunks.
+def plan_rows(tx: Any, params: Tree, update_rows: UpdateRows | None) -> RowPlan:
+    """Choose the large parameters, and the chunks of those that `update_rows` selects.
 
     Raises:
-        ValueError: if tx does not treat every parameter separately.
+        ValueError: if tx does not treat every parameter separately, or if `update_rows` selects a
+            large parameter whose state has not a row for each of its rows.
+        TypeError: if `update_rows` does not return a bool.
     """
     shapes = shapes_of(params)
     plan = RowPlan(shapes, jax.eval_shape(tx.init, shapes), set(), {})
@@ -77,44 +80,80 @@ def plan_rows(tx: Any, params: Tree) -> RowPlan:
         return plan
     check_per_leaf(tx, shapes)
     plan = plan._replace(keys=find_state_keys(tx, shapes))
-    owners = find_owners(tx, shapes)
-    if any(len(owner) > 1 for owner in owners):  # in the state only, such as a norm for logging
-        return plan
-    mixing = find_mixing(tx, shapes)
+    selected, owners = select_rows(update_rows, params), find_owners(tx, shapes)
+    # An entry of several parameters, such as a norm for logging, needs all of them at a time.
+    shared = [k for k, owner in enumerate(owners) if len(owner) > 1]
     for j, a in enumerate(leaves):
         of_leaf = [k for k, owner in enumerate(owners) if owner == {j}]
         num_bytes = 2 * _num_bytes(a) + sum(_num_bytes(state[k]) for k in of_leaf)
-        if a.ndim and num_bytes > CHUNK_BYTES:
-            if mixing is None:
-                plan.large[j] = _plan_leaf(tx, shapes, j, a, of_leaf, num_bytes)
-            else:
-                _log_whole(mixing)
-                plan.large[j] = LargeLeaf(j, of_leaf, None, 1, a.shape[0], a.shape[0])
+        if not a.ndim or num_bytes <= CHUNK_BYTES:
+            continue
+        if j in selected:
+            leaf = _split_rows(a, j, of_leaf, num_bytes)
+            _check_rows(tx, plan, leaf, shared)
+            plan.large[j] = leaf
+        elif not shared:
+            plan.large[j] = LargeLeaf(j, of_leaf, in_rows=False)
     return plan
 
 
-@functools.cache
-def _log_whole(mixing: str) -> None:
-    _logger.info(
-        "Large parameters are updated whole, because %s is not on the list of transformations that "
-        "treat rows separately. One parameter at a time is on the device, with its gradient and "
-        "its optimizer state.",
-        mixing,
-    )
+def select_rows(update_rows: UpdateRows | None, params: Tree) -> list[int]:
+    """Return the indices of the parameters that `update_rows` selects."""
+    selected = []
+    for j, (path, a) in enumerate(jax.tree_util.tree_leaves_with_path(shapes_of(params))):
+        answer = update_rows is not None and update_rows(path, a)
+        if not isinstance(answer, (bool, np.bool_)):
+            raise TypeError(
+                f"`update_rows` must return a bool, not {describe(answer)}, for "
+                f"{jax.tree_util.keystr(path)}."
+            )
+        selected += [j] if answer else []
+    return selected
 
 
-def _plan_leaf(
-    tx: Any, params: Tree, j: int, a: jax.Array, state: list[int], num_bytes: int
-) -> LargeLeaf:
+def check_selects(update_rows: UpdateRows | None, trees: Sequence[Tree]) -> None:
+    """Raise ValueError if `update_rows` is given, but selects no parameter of these trees."""
+    if update_rows is not None and not any(select_rows(update_rows, tree) for tree in trees):
+        names = [name for tree in trees for name in _leaf_names(tree)]
+        listed = ", ".join(names[:3]) + (", …" if names[3:] else "")
+        raise ValueError(
+            "`update_rows` must select a parameter that is trained and in host memory, not none "
+            f"of {listed or 'them, because there are none'}."
+        )
+
+
+def _leaf_names(tree: Tree) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _split_rows(a: jax.Array, j: int, state: list[int], num_bytes: int) -> LargeLeaf:
+    """Return the chunks of a parameter that takes `num_bytes` with its gradient and state."""
     shards = _count_shards(a)
     num_rows = a.shape[0] // shards
     size = max(CHUNK_BYTES * a.shape[0] // (num_bytes * shards), 1)
     size = min(size - size % _TILE if size > _TILE else size, num_rows)
-    sizes = [shards * n for n in (size, num_rows % size) if n]
-    factors = find_row_factors(tx, params, j, state, sizes)
-    if factors is None or max(factors, default=1) * a.shape[0] >= 2**31:  # as indices
-        return LargeLeaf(j, state, None, 1, a.shape[0], a.shape[0])
-    return LargeLeaf(j, state, [1, *factors], shards, size, num_rows)
+    return LargeLeaf(j, state, True, shards, size, num_rows)
+
+
+def _check_rows(tx: Any, plan: RowPlan, leaf: LargeLeaf, shared: list[int]) -> None:
+    """Raise ValueError unless the optimizer's state for a chunk is a chunk of the state."""
+    leaves, structure = jax.tree.flatten(plan.params)
+    num_rows, *shape = leaves[leaf.index].shape
+    # The shape for other numbers of rows tells rows from an axis of the same length, such as that
+    # of a factored moment of a square matrix.
+    size = leaf.shards * leaf.size
+    leaves[leaf.index] = jax.ShapeDtypeStruct((size, *shape), leaves[leaf.index].dtype)
+    of_chunk = jax.eval_shape(tx.init, structure.unflatten(leaves))
+    has_same_parts = jax.tree.structure(of_chunk) == jax.tree.structure(plan.state)
+    for k in [*shared, *leaf.state]:
+        entry = jax.tree.leaves(plan.state)[k].shape
+        is_row = has_same_parts and entry[:1] == (num_rows,) and num_rows < 2**31  # as indices
+        if k in shared or not is_row or jax.tree.leaves(of_chunk)[k].shape != (size, *entry[1:]):
+            raise ValueError(
+                f"`update_rows` must return False for {_leaf_names(plan.params)[leaf.index]} of "
+                f"shape {(num_rows, *shape)}: the optimizer's state{_leaf_names(plan.state)[k]} of "
+                f"shape {entry} does not consist of one row for each row of it."
+            )
 
 
 def _num_bytes(a: Any) -> int:
@@ -134,13 +173,13 @@ def _count_shards(a: jax.Array) -> int:
     return math.gcd(a.shape[0], devices)
 
 
-def init_rows(tx: Any, params: Tree, owners: Tree) -> Tree:
+def init_rows(tx: Any, params: Tree, owners: Tree, update_rows: UpdateRows | None) -> Tree:
     """Return the state of an optimizer for parameters in host memory.
 
     Arrays are in host memory, scalars on the device. `owners` are parameters as in `place_state`,
-    frozen ones included.
+    frozen ones included. Raises the errors of `plan_rows`, before a step is compiled.
     """
-    check_per_leaf(tx, shapes_of(params))
+    plan_rows(tx, params, update_rows)
 
     def run(params: Tree) -> Tree:
         state = jax.tree.map(jnp.asarray, tx.init(put(params, Space.Device)))
@@ -149,7 +188,7 @@ def init_rows(tx: Any, params: Tree, owners: Tree) -> Tree:
     return init_in_place(run, params, lambda shapes: place_state(shapes, owners))
 
 
-def update_rows(
+def update_params(
     tx: Any, plan: RowPlan, params: Tree, state: Tree, grads: Tree, key_offset: int
 ) -> tuple[Tree, Tree]:
     """Return the parameters and the state after a step of tx, in their memory.
@@ -186,11 +225,12 @@ def update_rows(
             )
             return [new[leaf.index], *(new_state[k] for k in leaf.state)]
 
-        if leaf.factors is None:
-            result = run(put([*old, grads[j]], Space.Device), None)
-            result = [put(b, space_of(a)) for a, b in zip(old, result, strict=True)]
+        if leaf.in_rows:
+            result = _run_chunks(run, leaf, old, grads[j], key_offset)
         else:
-            result = _run_chunks(run, leaf, leaf.factors, old, grads[j], key_offset)
+            with jax.named_scope(WHOLE_UPDATE):
+                result = run(put([*old, grads[j]], Space.Device), None)
+                result = [put(b, space_of(a)) for a, b in zip(old, result, strict=True)]
         # Otherwise XLA could update all large parameters at the same time.
         (leaves[j], *result), grads = barrier((result, grads))
         for k, a in zip(leaf.state, result, strict=True):
@@ -222,7 +262,7 @@ def _apply(
 
 
 def _run_chunks(
-    run: Any, leaf: LargeLeaf, factors: list[int], old: list, grad: jax.Array, key_offset: int
+    run: Any, leaf: LargeLeaf, old: list, grad: jax.Array, key_offset: int
 ) -> list[jax.Array]:
     """Return the new values of a large parameter and its state: ``run(rows, i)`` of each chunk."""
     views, size = [_as_view(a, leaf.shards) for a in old], leaf.size
@@ -230,17 +270,14 @@ def _run_chunks(
     num_chunks, rest = leaf.num_rows // size, leaf.num_rows % size
 
     def fetch(views: list, i: Any, count: int = size) -> list:
-        parts = [
-            lax.dynamic_slice_in_dim(a, i * size * n, count * n, 1)
-            for a, n in zip([*views, grad], [*factors, 1], strict=True)
-        ]
+        parts = [lax.dynamic_slice_in_dim(a, i * size, count, 1) for a in [*views, grad]]
         return [_from_view(a) for a in put(parts, Space.Device)]
 
     def store(views: list, rows: list, i: Any) -> list:
         new = [_as_view(a, leaf.shards) for a in run(rows, key_offset + i)]
         return [
-            lax.dynamic_update_slice_in_dim(a, put(b, space_of(a)), i * size * n, 1)
-            for a, n, b in zip(views, factors, new, strict=True)
+            lax.dynamic_update_slice_in_dim(a, put(b, space_of(a)), i * size, 1)
+            for a, b in zip(views, new, strict=True)
         ]
 
     # The next chunk is read before this one is written, or XLA would copy the whole array. The

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from .._common.platform import follow_arrays
 from .host_init import has_places, place_state
 from .layers import LayerList, LayerStack
-from .mixing import check_selections
 from .optimizer import OffloadParams, with_full_paths, zero_squares
 from .placement import MemoryName, check_space
-from .row_update import init_rows
+from .row_update import UpdateRows, check_selects, init_rows
 from .trees import (
     Partition,
     Tree,
     as_array_tree,
     check_differentiable,
     check_same_shapes,
+    layer_shapes,
     partition,
 )
 
@@ -94,19 +94,26 @@ class StateSpec(NamedTuple):
     loss_scale: float | None
     keeps_grad_norm: bool = False
     others_in: MemoryName = "device"
+    update_rows: UpdateRows | None = None
     others_tx: Any = None  # the optimizer of `others`, from `with_paths`
 
     def with_paths(self, layers: Tree, others: Tree) -> "StateSpec":
-        """Return the static description whose optimizers know the paths of all parameters."""
+        """Return the static description whose optimizers know the paths of all parameters.
+
+        Both arguments have None in place of the parameters that are not trained.
+        """
         tx: Any = self.layers.tx
         no_layers, no_others = jax.tree.map(lambda _: None, (layers, others))
         others_tx = with_full_paths(
-            tx, lambda w: OffloadParams(no_layers, w), lambda params: params.others
+            tx, others, lambda w: OffloadParams(no_layers, w), lambda params: params.others
         )
         if isinstance(self.layers, LayerStack):
             of_layers = LayerStack(
                 with_full_paths(
-                    tx, lambda w: OffloadParams(w, no_others), lambda params: params.layers
+                    tx,
+                    layer_shapes(layers),
+                    lambda w: OffloadParams(w, no_others),
+                    lambda params: params.layers,
                 )
             )
         else:
@@ -122,7 +129,7 @@ class StateSpec(NamedTuple):
                     # optax has one MaskedNode() for all layers that a mask excludes.
                     return params.layers[i] if len(params.layers) > i else params.layers
 
-                return with_full_paths(tx, put_in, take_out)
+                return with_full_paths(tx, layers[i], put_in, take_out)
 
             of_layers = LayerList([of_layer(i) for i in range(len(layers))])
         return self._replace(layers=of_layers, others_tx=others_tx)
@@ -145,10 +152,7 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     spec.layers.check_params("trained layers", layer_params.trained)
     check_differentiable("layers", layer_params.trained)
     check_differentiable("others", other_params.trained)
-
-    trained = OffloadParams(layer_params.trained, other_params.trained)
-    check_selections(spec.layers.tx, [trained], "effjax.OffloadParams(layers, others)")
-    spec = spec.with_paths(layers, others)
+    spec = spec.with_paths(layer_params.trained, other_params.trained)
 
     # The first step overwrites the state. Copy what the caller or tx still owns, such as the key
     # of tx; arrays in host memory are too large for that.
@@ -156,7 +160,8 @@ def init_state(spec: StateSpec, layers: Tree, others: Tree, model_state: Tree) -
     owners = _owners(others, layers)
     if spec.others_in == "host":
         check_no_shared("others", others)
-        others_state = init_rows(spec.others_tx, other_params.trained, owners)
+        check_selects(spec.update_rows, [other_params.trained])
+        others_state = init_rows(spec.others_tx, other_params.trained, owners, spec.update_rows)
     else:
         others_state = copy(spec.others_tx.init(other_params.trained))
         if has_places(owners):
@@ -189,7 +194,7 @@ def check_state(spec: StateSpec, state: OffloadState) -> tuple[StateSpec, Partit
     layers, others = spec.partition(state.layers, state.others)
     check_differentiable("state.layers", layers.trained)
     check_differentiable("state.others", others.trained)
-    spec = spec.with_paths(state.layers, state.others)
+    spec = spec.with_paths(layers.trained, others.trained)
     spec.layers.check_state("state.layers_state", state.layers_state, layers.trained)
     others_state = jax.eval_shape(spec.others_tx.init, others.trained)
     check_same_shapes("state.others_state", state.others_state, "the result of init", others_state)

@@ -30,7 +30,7 @@ from .optimizer import (
     with_value,
 )
 from .placement import SPACES, MemoryName, Space, put
-from .row_update import plan_rows, update_rows
+from .row_update import plan_rows, update_params
 from .slices import OffloadOptions, check_microbatches
 from .train_state import OffloadState, StateSpec, check_state, init_state, next_loss_scale
 from .trees import Partition, Tree
@@ -79,6 +79,7 @@ def offload_train_step(
     num_microbatches: int = 1,
     params_in: MemoryName = "host",
     others_in: MemoryName = "device",
+    update_rows: Callable[[Any, Any], bool] | None = None,
     activations: MemoryName | None = None,
     prefetch: int | None = None,
     resident_slices: int | None = None,
@@ -100,10 +101,10 @@ def offload_train_step(
     rows. If rows have different weights, such as numbers of tokens, use `weighted_loss`.
 
     With ``others_in="host"`` the parameters of embed and head are on the device until these
-    functions have run. The update streams the rows of large ones, with their optimizer state, in
-    chunks of 64 MiB. It computes the same as with ``others_in="device"``, except for random numbers
-    of the optimizer: each chunk has its own. If the update of a row depends on other rows, as with
-    ``optax.adafactor`` or ``optax.lamb``, a parameter is updated whole.
+    functions have run. For the update one large parameter at a time is on the device again, with
+    its gradient and its optimizer state, or chunks of its rows of 64 MiB if `update_rows` selects
+    it. Both compute the same as with ``others_in="device"``, except for random numbers of the
+    optimizer: each chunk has its own.
 
     Compile the step with `offload_jit`, which overwrites the old state. The `layers` passed to
     init, and `others` in host memory, are overwritten by the first step; init copies everything
@@ -170,6 +171,13 @@ def offload_train_step(
         num_microbatches: as in `offload_scan`.
         params_in: the memory of the layers and their optimizer state, "host" or "device".
         others_in: the memory of `others` and their optimizer state, "host" or "device".
+        update_rows: the parameters of `others` in host memory that may be updated in chunks of
+            rows, ``(path, leaf) -> bool`` with paths as in `trainable_others`. The leaf is the
+            parameter's shape and dtype. Return True only if the update of a row depends on no other
+            row of the parameter, as with AdamW (also in 8 bits), Lion and SGD, but not with
+            Adafactor, LAMB or Muon. A state of the optimizer that does not consist of rows is an
+            error; nothing else is checked, and a wrong promise gives the updates of separate
+            chunks. By default large parameters are updated whole.
         activations: the memory of the residuals; by default `params_in`.
         prefetch: as in `offload_scan`, for a stack only; by default 1, or 0 if nothing is
             offloaded.
@@ -190,15 +198,19 @@ def offload_train_step(
     Raises:
         ValueError: for `fuse_update` with `loss_scale`, `skip_nonfinite` or clipping by the global
             norm; for `clip_by` without `clip_norm`; for `prefetch` or `resident_slices` with a list
-            of layers; if `stream_update` rejects tx; if a mask or label of tx selects no trained
-            parameter; if `num_microbatches` does not divide the
-            batch; and as `offload_scan`.
+            of layers; for `update_rows` without ``others_in="host"``, without a parameter that it
+            selects, or with one whose optimizer state has no rows; if `stream_update` rejects tx;
+            if `num_microbatches` does not divide the batch; and as `offload_scan`.
         TypeError: if an argument is not an array, a key or a state, if a trained parameter is an
             integer, or if embed or head return other results than the options describe.
     """
     check_optimizer(tx)
     check_clipping(clip_norm, clip_by)
     check_choice("others_in", others_in, *SPACES)
+    if update_rows is not None and others_in == "device":
+        raise ValueError(
+            "`update_rows` needs others_in='host'. Parameters on the device are updated whole."
+        )
     if loss_scale is not None:
         as_number("loss_scale", loss_scale, lambda a: 1 <= a < float("inf"), "finite, at least 1")
     if fuse_update:
@@ -230,6 +242,7 @@ def offload_train_step(
         loss_scale=loss_scale,
         keeps_grad_norm=clip_by == "previous",
         others_in=others_in,
+        update_rows=update_rows,
     )
     embed_with_state, head_with_state = make_embed_head(
         embed, head, has_state, head_has_aux, weighted_loss
@@ -415,8 +428,8 @@ def _update_others(
         clip = make_clip(config.clip_norm, "global", jnp.sqrt(squares))
     adjusted = adjust_optimizer(with_value(tx, loss), update.finite, clip, scale)
     if config.spec.others_in == "host":
-        plan = plan_rows(tx, trained)
-        return update_rows(adjusted, plan, trained, others_state, grads, num_layers)
+        plan = plan_rows(tx, trained, config.spec.update_rows)
+        return update_params(adjusted, plan, trained, others_state, grads, num_layers)
     return apply_optimizer(adjusted, trained, others_state, grads)
 
 

@@ -20,7 +20,7 @@ from ...models.decoder_config import check_dropout
 from ...ops.offload import OffloadState, offload_scan, offload_train_step, to_device
 from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
-from ..optimizers import make_optimizer, make_schedule
+from ..optimizers import is_adamw, make_optimizer, make_schedule
 from .config import FinetuneConfig
 from .preferences import as_rows, preference_loss, sum_log_probs
 
@@ -284,7 +284,9 @@ class DecoderLearner:
             skip_nonfinite=config.on_nan == "skip",
             num_microbatches=config.num_microbatches, policy=POLICIES[config.policy],
             trainable=is_adapter if self.adapted else True, trainable_others=not self.adapted,
-            others_in="host" if self.params_on_host else "device", **self._places(),
+            others_in="host" if self.params_on_host else "device",
+            update_rows=is_adamw if self.params_on_host and not self.adapted else None,
+            **self._places(),
         )  # fmt: skip
 
     def _places(self) -> dict[str, Any]:

@@ -155,12 +155,18 @@ def is_trained(path, leaf):
     return getattr(path[-1], "key", None) not in ("b", "kernel", "scale")
 
 
+def every_row(path, leaf):
+    """Update all parameters in rows."""
+    return True
+
+
 # Training of both forms, "stack" and "list", with any options.
 
 MICROBATCHES = {"num_microbatches": 2}
 APART = {"fuse_update": False}
 FROZEN = {"trainable": is_trained, "trainable_others": lambda path, leaf: path[0].key == "u"}
 OF_STACKS = {"prefetch", "resident_slices"}
+OTHERS_ON_HOST = {"others_in": "host", "update_rows": every_row}
 SECOND_IS_NAN = 1.0, float("nan"), 1.0
 
 

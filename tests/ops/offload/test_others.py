@@ -11,7 +11,7 @@ from effjax.ops.offload import compiled, row_update
 from effjax.optimizers import adamw_8bit, in_float32
 from tests.ops.offload import reference, steps
 from tests.ops.offload.stacks import KEY, LAYERS, WIDTH, assert_equal_bits, to_numpy
-from tests.ops.offload.steps import ADAMW, TOKENS, embed, head, others
+from tests.ops.offload.steps import ADAMW, OTHERS_ON_HOST, TOKENS, embed, every_row, head, others
 from tests.tiers import vary
 
 # XLA fuses and rewrites the update of whole arrays and that of chunks differently, which changes
@@ -52,8 +52,11 @@ def train(
     if isinstance(layers, list):
         stack = reference.unstack(stack, LAYERS)
     args = embed, layers, head, tx, stack, with_scalar() if w is None else w, [TOKENS] * num_steps
-    losses, (state, *_) = steps.train(*args, others_in=where, **options)
-    steps.assert_places(state, others_in=where, **options)
+    options = (OTHERS_ON_HOST if where == "host" else {}) | options
+    if where == "device":
+        options.pop("update_rows", None)
+    losses, (state, *_) = steps.train(*args, **options)
+    steps.assert_places(state, **options)
     return to_numpy((losses, state.layers, state.others, state.others_state, state.grad_norm))
 
 
@@ -67,8 +70,8 @@ def deep_embed(others, batch, key):
 
 
 def wide():
-    """Return parameters whose last axes are long enough for 8-bit moments."""
-    return {"e": jax.random.normal(KEY, (50, 24)), "u": jax.random.normal(KEY, (WIDTH, 19))}
+    """Return parameters with 8-bit moments, also in the last row, which is a chunk of its own."""
+    return {"e": jax.random.normal(KEY, (51, 24)), "u": jax.random.normal(KEY, (WIDTH, 19))}
 
 
 def wide_embed(others, batch, key):
@@ -86,7 +89,7 @@ def summed_head(others, x, batch, key):
 
 
 SGD = optax.sgd(0.5, momentum=0.9)  # unlike Adam, it depends on the size of the gradients
-ADAM_8BIT = adamw_8bit(1e-2, block_size=3, min_size=1)
+ADAM_8BIT = adamw_8bit(1e-2, block_size=3, min_size=30)
 STEPS = {
     "tied clipped": {
         "w": {"e": others()["e"]}, "head": tied_head, "fuse_update": False, "clip_norm": 0.1,
@@ -109,7 +112,8 @@ STEPS = {
         "w": deep(), "embed": deep_embed, "num_microbatches": 2, "params_in": "device"
     },
     "accumulated": {"tx": optax.MultiSteps(ADAMW, 2)},
-    "lamb": {"tx": optax.lamb(1e-2)},
+    "whole": {"tx": optax.lamb(1e-2), "update_rows": None},
+    "some in rows": {"update_rows": lambda path, leaf: path[0].key == "u"},
     "array": {
         "w": others()["e"], "embed": lambda others, batch, key: others[batch],
         "head": lambda others, x, batch, key: jnp.mean(x**2),
@@ -123,9 +127,9 @@ def test_training_equals_others_on_the_device(name, exact):
 
 
 def test_last_chunk_has_the_rest_of_the_rows():
-    leaf = row_update.plan_rows(ADAMW, with_scalar()).large[0]
+    leaf = row_update.plan_rows(ADAMW, with_scalar(), every_row).large[0]
     assert leaf.num_rows // leaf.size >= 2 and leaf.num_rows % leaf.size
-    assert leaf.factors == [1, 1, 1]
+    assert leaf.in_rows
 
 
 @pytest.mark.exhaustive
@@ -137,7 +141,7 @@ def test_noise_differs_between_chunks():
         "w": w, "num_steps": 1, "embed": lambda others, batch, key: others["e"][batch],
         "head": lambda others, x, batch, key: 0.0 * jnp.sum(x),
     }  # fmt: skip
-    assert all(leaf.factors for leaf in row_update.plan_rows(tx, w).large.values())
+    assert len(row_update.plan_rows(tx, w, every_row).large) == 2
     got, expected = (train(where, tx, **options) for where in ("host", "device"))
     assert_equal_bits(got[3], expected[3])
     assert len(np.unique(got[2]["e"])) == got[2]["e"].size

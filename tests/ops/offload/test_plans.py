@@ -23,6 +23,7 @@ from effjax import (
 )
 from effjax.ops.offload import backends, row_update
 from tests.ops.offload.stacks import POLICIES, is_low_rank, layer, loss, low_rank_layer
+from tests.ops.offload.steps import every_row
 from tests.programs import needs_gpu_compiler, needs_tpu_compiler
 
 pytestmark = needs_gpu_compiler
@@ -426,28 +427,43 @@ def test_device_holds_few_of_six_layers_of_a_list(run, target, layers_on_device)
 TABLE_BYTES = 4 * VOCABULARY * WIDTH
 
 
-@pytest.mark.exhaustive
-def test_device_holds_chunks_of_the_state():
-    """The device holds two gradients, and no array is twice in host memory."""
+def plan_others(**options):
     others = {
         "table": shape(VOCABULARY, WIDTH, host=True),
         "head": shape(WIDTH, VOCABULARY, host=True),
     }
-    program = plan_step(
+    return plan_step(
         ADAM, stacked(4), others, shape(BATCH, dtype="int32"),
         lambda others, batch, key: others["table"][batch],
         head=lambda others, x, batch, key: linear_cross_entropy(x, others["head"], batch).mean(),
-        others_in="host", fuse_update=False, num_microbatches=4,
+        others_in="host", fuse_update=False, num_microbatches=4, **options,
     )  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_device_holds_chunks_of_the_state():
+    """The device holds two gradients, and no array is twice in host memory."""
+    program = plan_others(update_rows=every_row)
     assert program.peak_device_bytes <= 2 * TABLE_BYTES + 4 * row_update.CHUNK_BYTES
     state_bytes = 6 * TABLE_BYTES + 12 * LAYER_BYTES
     assert program.host.total <= state_bytes + 4 * LAYER_BYTES + 5 * BOUNDARY_BYTES
     assert program.host.aliased >= 0.99 * state_bytes
+    assert "update_rows" not in program.report().note
+
+
+@pytest.mark.exhaustive
+def test_plan_says_what_update_rows_saves():
+    """Two gradients, and the parameter and the moments of one table; the next one is loaded."""
+    program = plan_others()
+    assert 8 * TABLE_BYTES <= program.peak_device_bytes <= 9 * TABLE_BYTES
+    assert re.search(
+        r"hint: f32\[\d+,\d+\] is updated whole.*`update_rows` saves up to 805.3 MB", str(program)
+    )
 
 
 def test_initial_state_is_streamed():
     others = {"table": shape(VOCABULARY, WIDTH, host=True)}
-    init = lambda w: row_update.init_rows(ADAM, w, w)  # noqa: E731
+    init = lambda w: row_update.init_rows(ADAM, w, w, None)  # noqa: E731
     program = plan(offload_jit(init, donate=False), others)
     assert program.peak_device_bytes <= 1.01 * TABLE_BYTES
     assert program.host.temporaries == 0

@@ -23,6 +23,7 @@ from tests.ops.offload.steps import (
     APART,
     FROZEN,
     MICROBATCHES,
+    OTHERS_ON_HOST,
     SECOND_IS_NAN,
     is_trained,
     make_training,
@@ -60,7 +61,7 @@ COMBINATIONS = {
     },
     "accumulated, apart, skipped": {
         **MICROBATCHES, "fuse_update": False, "skip_nonfinite": True, "clip_norm": 0.1,
-        "factors": SECOND_IS_NAN, "others_in": "host", "tx": optax.MultiSteps(SGD, 2),
+        "factors": SECOND_IS_NAN, **OTHERS_ON_HOST, "tx": optax.MultiSteps(SGD, 2),
     },
 }  # fmt: skip
 
@@ -81,7 +82,7 @@ OPTIONS = {
     "saved": {**MICROBATCHES, "policy": POLICIES["dots"]},
     "activations on the device": {**MICROBATCHES, "activations": "device", "prefetch": 3},
     "only activations on the host": {"params_in": "device", "activations": "host"},
-    "others on the host": {"others_in": "host"},
+    "others on the host": OTHERS_ON_HOST,
     "clipped": {**CLIPPED, **APART},
     "scaled, clipped by previous": {
         **APART, **CLIPPED, "loss_scale": 64.0, "clip_by": "previous", "factors": SECOND_IS_NAN
@@ -155,19 +156,6 @@ def test_labels_have_the_paths_of_all_parameters(form, whole):
     frozen = {"trainable": trainable, "trainable_others": FROZEN["trainable_others"]}
     want = expected(form, has_key=False, **frozen)
     assert_close((losses, state.layers, state.others), want[:3], 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("tx", "part"),
-    [
-        (optax.masked(SGD, lambda p: jax.tree.map(lambda _: False, p)), "mask"),
-        (optax.partition({"a": SGD, "b": SGD}, effjax.OffloadParams("b", "b")), "label 'a'"),
-    ],
-)
-def test_rejects_labels_that_select_nothing(tx, part):
-    args, _ = make_training("stack", tx=tx)
-    with pytest.raises(ValueError, match=rf"`tx` has .* {part}"):
-        steps.start(*args[:-1])
 
 
 @vary("options", [{}, APART], ids=["fused", "apart"])

@@ -20,7 +20,15 @@ from tests.contexts import mesh_of
 from tests.ops.offload import reference, steps
 from tests.ops.offload.reference import stack
 from tests.ops.offload.stacks import WIDTH, assert_close, layer, on, params
-from tests.ops.offload.steps import ADAMW, APART, FROZEN, MICROBATCHES, SECOND_IS_NAN, make_training
+from tests.ops.offload.steps import (
+    ADAMW,
+    APART,
+    FROZEN,
+    MICROBATCHES,
+    OTHERS_ON_HOST,
+    SECOND_IS_NAN,
+    make_training,
+)
 from tests.tiers import vary
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -131,7 +139,7 @@ MAPPED = {
     "pmap": ("stack", "pmap", {**ON_DEVICE, "weighted_loss": True}),
 }
 AUTO = {
-    "clipped by previous": ("stack", {**SHARDED, **PREVIOUS, "others_in": "host"}),
+    "clipped by previous": ("stack", {**SHARDED, **PREVIOUS, **OTHERS_ON_HOST}),
     "clipped by layer": (
         "stack",
         {**SHARDED, **MICROBATCHES, **APART, "clip_norm": 0.1, "clip_by": "layer"},
@@ -150,7 +158,7 @@ def test_fused_step_in_shard_map(name):
 
 
 @pytest.mark.exhaustive
-@vary(("form", "options"), [("list", {}), ("stack", {**FROZEN, "others_in": "host"})])
+@vary(("form", "options"), [("list", {}), ("stack", {**FROZEN, **OTHERS_ON_HOST})])
 def test_skipped_step_in_shard_map(form, options):
     check(form, "shard_map", {**SKIPPED, **options})
 
