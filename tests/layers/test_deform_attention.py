@@ -1,4 +1,4 @@
-"""MSDeformAttn and DCNv3 of linen and nnx; tests/convert compares them with PyTorch."""
+"""MSDeformAttn and DCNv3 of linen and nnx, against their formulas and each other."""
 
 import functools
 from typing import Any
@@ -41,14 +41,30 @@ def attention():
     return perturbed(nnx.jit(lambda: effjax.nnx.MSDeformAttn(**SIZES, rngs=nnx.Rngs(0)))())
 
 
+def by_formula(module, query, reference, value, shapes, padding):
+    heads, levels, points = 3, 2, 2
+    linear = lambda layer, x: x @ layer.kernel[...] + layer.bias[...]  # noqa: E731
+    value = jnp.where(padding[..., None], 0, linear(module.value_proj, value))
+    offsets = linear(module.sampling_offsets, query).reshape(2, 7, heads, levels, points, 2)
+    weights = linear(module.attention_weights, query).reshape(2, 7, heads, levels * points)
+    weights = jax.nn.softmax(weights).reshape(offsets.shape[:-1])
+    own = reference[:, :, None, :, None]
+    if reference.shape[-1] == 2:
+        at = own + offsets / jnp.asarray([(w, h) for h, w in shapes])[:, None]
+    else:
+        at = own[..., :2] + offsets / points * own[..., 2:] * 0.5
+    y = effjax.ms_deform_attn(value.reshape(2, 26, heads, 4), shapes, at, weights)
+    return linear(module.output_proj, y)
+
+
 @vary("boxes", [True, False])
 def test_attention(boxes):
-    """Both flavors are equal and ignore values in the padding; nnx's is compared with PyTorch."""
+    """Both flavors follow the formula and ignore values in the padding."""
     query, reference, value, shapes, padding = inputs(boxes)
     args = query, reference, jnp.where(padding[..., None], jnp.nan, value), shapes, padding
     module = attention()
-    y = nnx.jit(lambda module: module(*args))(module)
-    assert np.isfinite(y).all()
+    y, want = nnx.jit(lambda module: (module(*args), by_formula(module, *args)))(module)
+    assert_trees_close(y, want, 1e-5)
     layer = effjax.linen.MSDeformAttn(**SIZES)
     like = jax.eval_shape(lambda *a: layer.init(jax.random.key(0), *a, SHAPES), *args[:3])
     variables = convert.from_torch(convert.to_torch(module), like)

@@ -130,6 +130,13 @@ def test_zero_sizes(shape):
         np.testing.assert_array_equal(statistics.count, 0)
 
 
+def test_odd_width_and_large_maps():  # apex issue 1768
+    x = np.random.default_rng(0).normal(1, 3, (2, 96, 96, 65)).astype(np.float32)
+    y, _ = jax.jit(sync_batch_norm)(x)
+    want, _ = oracles.batch_norm(x.astype(np.float64))
+    np.testing.assert_allclose(y, want, atol=2e-5)
+
+
 @vary("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize(
     ("shape", "spec", "mask_shape", "feature_axis"),
