@@ -23,7 +23,10 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 DEVICES = 4  # of all processes together
 PATIENCE = 300  # seconds
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["tests.distributed.preload"])
+FORKED.set_forkserver_preload([
+    "effjax.cli.app", "effjax.train.images.task", "effjax.train.text.task", "matplotlib.figure",
+    "orbax.checkpoint", "pytest", "rich.progress",
+])  # fmt: skip
 
 
 class Ended(NamedTuple):

@@ -1,6 +1,5 @@
 """`effjax train` and `finetune` in two processes: the same run as in one, and what ends it."""
 
-import json
 import shutil
 
 import jax
@@ -50,12 +49,9 @@ def group():
         yield group
 
 
-def lines(path):
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-
-
 def losses(path):
-    return [[line[name] for name in LOSSES] for line in lines(path) if LOSSES[0] in line]
+    lines = RunDirectory.open(path).read_metrics()
+    return [[line[name] for name in LOSSES] for line in lines if LOSSES[0] in line]
 
 
 def task_of(path, **changes):
@@ -137,34 +133,11 @@ def test_sigterm_saves_both_processes(stopped):
     assert [one.code for one in ended] == [PREEMPTED] * 2, ended
     assert "stopped and saved at step" in ended[0].err
     assert ["compiling" in one.out for one in ended] == [True, False]
-    assert lines(run)[-1] == {"kind": "interrupted"}
+    assert RunDirectory.open(run).read_metrics()[-1] == {"kind": "interrupted"}
     with Checkpoints(run / "checkpoints", read_only=True) as saved:
         last = saved.steps[-1]
         assert last > 0 and f"at step {last}." in ended[0].err
         assert saved.find_damage(last) is None
-
-
-DEFAULTS = """
-from effjax import native
-from effjax.native import defaults
-outcomes = {"roi_pool": {"float32": "faster"}}
-patch.setattr(defaults, "find_key", lambda _: defaults.Key("GPU", "1", "2", "3"))
-patch.setattr(defaults, "read_verdict", lambda _: outcomes if process == 0 else None)
-print(defaults.uses_cuda("roi_pool", "float32"))
-patch.setattr(native, "_load", lambda _: native.LOADED if process == 0 else "not built")
-patch.setenv(defaults.VARIABLE, "on")
-try:
-    print(defaults.uses_cuda("roi_pool", "float32"))
-except RuntimeError as error:
-    print(error)
-"""
-
-
-def test_kernels_of_a_job(group, stopped):
-    """Verdicts do not count, since they may differ. EFFJAX_CUDA=on needs the library."""
-    first, second = group.execute(DEFAULTS)
-    assert first.out.splitlines()[-2:] == ["False", "True"], first
-    assert second.out.splitlines()[-2] == "False" and "not built" in second.out, second
 
 
 SLOW = """
@@ -229,30 +202,6 @@ def test_resumes_exactly_after_sigterm_and_damage(group, stopped, whole, tmp_pat
     assert_same_bits(run, whole)
 
 
-NAN_AT_STEP_4 = """
-from effjax.train.text import task
-batches = task.train_batches
-def spoiled(packed, size, seed, done, rows):
-    for step, batch in enumerate(batches(packed, size, seed, done, rows), done + 1):
-        # The loss of a label -1 is NaN.
-        yield batch | {"labels": batch["labels"] * 0 - 1} if step == 4 else batch
-patch.setattr(task, "train_batches", spoiled)"""
-
-
-@pytest.mark.exhaustive
-def test_skips_a_step_that_is_not_finite(group, options, tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    skip = "--mesh", "data=2,fsdp=2", "--on-nan", "skip", "--steps", 6, "--report-every", 3
-    argv = [*options, *skip, "--out", run]
-    del argv[argv.index("--report-every") : argv.index("--report-every") + 2]  # that of SHORT
-    first, second = group.train(*argv, before=NAN_AT_STEP_4)
-    message = "step 4: its loss or its gradients are not finite"
-    assert message in first and message not in second
-    assert [line.get("skipped") for line in lines(run) if line["kind"] == "step"] == [None, [4]]
-    exec(NAN_AT_STEP_4, {"patch": monkeypatch})
-    assert_same_run(run, train_alone(run))
-
-
 DENSENET = (
     "train densenet --depth 10 --growth-rate 4 --epochs 1 --batch-size 256 --learning-rate 0.01"
 )
@@ -309,24 +258,16 @@ patch.setattr(defaults, "library_digest", lambda _: str(process))"""
         ("argv[argv.index('--data') + 1] = OTHER", "data `sha256` (='"),
         ("patch.setenv('EFFJAX_CUDA', 'off')", "native kernels `EFFJAX_CUDA` (='off' in"),
         (LIBRARIES, "native kernels `library` (='1' in process 1) is '0' in process 0"),
+        # The first process alone checks the directory.
+        ("import os; os.makedirs(RUN + '/mine')", "run: not empty and not a run"),
     ],
 )
-def test_rejects_options_data_and_kernels_that_differ(tmp_path, base, options, change, message):
+def test_an_error_that_all_processes_print(tmp_path, base, options, change, message):
     other = tmp_path / "other.jsonl"  # as long, with other contents
     other.write_text((base / "rows.jsonl").read_text().replace("class", "klass"))
-    before = f"OTHER = {str(other)!r}\nif process == 1: {change}"
+    run = tmp_path / "run"
+    before = f"OTHER, RUN = {str(other)!r}, {str(run)!r}\nif process == 1: {change}"
     with Group(heartbeat_timeout=5) as two:
-        first, second = two.run(*options, *STEPS, "--out", tmp_path / "run", before=before)
-    assert first.code == second.code == 2 and not (tmp_path / "run").exists()
-    assert first.err.startswith(f"effjax: {message}") and second.err == first.err
-
-
-@pytest.mark.exhaustive
-def test_an_error_in_all_processes(tmp_path, options):
-    """The first process checks the directory, and all print the error."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mine.txt").touch()
-    with Group(heartbeat_timeout=5) as two:
-        ended = two.run(*options, "--out", tmp_path / "run")
-    assert [one.code for one in ended] == [2, 2], ended
-    assert all("Give another --out" in one.err for one in ended)
+        first, second = two.run(*options, *STEPS, "--out", run, before=before)
+    assert first.code == second.code == 2 and not (run / "config.json").exists()
+    assert first.err.startswith("effjax: ") and message in first.err and second.err == first.err

@@ -124,6 +124,16 @@ def test_missing_verdict_is_logged_once(caplog):
     assert not defaults.uses_cuda("roi_pool", "float32") and len(caplog.messages) == 1
 
 
+def test_verdicts_do_not_count_in_a_job(monkeypatch):
+    """They may differ between its machines."""
+    defaults.write_verdict(KEY, {"roi_pool": FASTER})
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    for processes in 1, 2:
+        defaults._outcomes_here.cache_clear()
+        monkeypatch.setattr(jax, "process_count", lambda processes=processes: processes)
+        assert defaults.uses_cuda("roi_pool", "float32") == (processes == 1)
+
+
 @pytest.mark.parametrize("field", Key._fields)
 def test_verdict_of_another_machine_or_library(field):
     path = defaults.write_verdict(KEY, {"roi_pool": FASTER})
