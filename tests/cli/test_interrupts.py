@@ -75,31 +75,19 @@ def test_ctrl_c_twice(run, when_printed, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Start a command in a new process after running some code; return the process."""
+def run_alone(code, *argv, **options):
+    """Run Python code and then a command, in a process of its own."""
     pytest.importorskip("typer")
-    processes = []
-
-    def start(*argv, before=""):
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        code = f"{before}\nfrom effjax.cli import main\nraise SystemExit(main())"
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *argv], cwd=tmp_path, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        processes.append(process)
-        return process
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.communicate()
+    code += "\nfrom effjax.cli import main\nraise SystemExit(main())"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-c", code, *argv]
+    pipe = {"stderr": subprocess.PIPE, "text": True, "timeout": 60}
+    return subprocess.run(command, env=environment, **pipe, **options)
 
 
 @pytest.mark.parametrize("end", ["return 0", "raise ImportError('half of a module')"])
-def test_ctrl_c_that_an_import_loses(start, end):
-    before = f"""
+def test_ctrl_c_that_an_import_loses(tmp_path, end):
+    code = f"""
 import effjax.cli, os, signal
 def run(argv):
     try:
@@ -110,13 +98,14 @@ def run(argv):
     {end}
 effjax.cli._run = run
 """
-    process = start("generate", before=before)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "effjax: interrupted\n")
+    ended = run_alone(code, "generate", cwd=tmp_path, stdout=subprocess.PIPE)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "effjax: interrupted\n")
 
 
-def test_closed_standard_output(start):
-    process = start("train", "densenet", "--help", before="import os; os.close(os.dup(1))")
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait() == 1 and "standard output was closed" in err and err.count("\n") == 1
+def test_closed_standard_output(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = run_alone("", "train", "densenet", "--help", cwd=tmp_path, stdout=writer)
+    os.close(writer)
+    assert ended.returncode == 1 and "standard output was closed" in ended.stderr
+    assert ended.stderr.count("\n") == 1

@@ -121,17 +121,6 @@ def test_batch_split_over_devices_and_host_memory(run_memory):
     assert code == 1 and one_line(err.splitlines(keepends=True)[-1]) and "none grows" in err
 
 
-@pytest.mark.exhaustive
-@needs_gpu_compiler
-def test_max_batch_of_several_devices(run_memory):
-    limits = "--target", "l4", "--memory-fraction", "0.0001", "--max-batch", "--json"
-    fits = int(0.0001 * 22 * 2**30) // 2048 * 8
-    code, out, _ = run_memory("step", "own_step:spans", *limits, "--multiple-of", "5000")
-    largest = json.loads(out)["spans"]
-    assert code == 0 and largest["batch_size"] == fits // 5000 * 5000
-    assert all(int(batch) % 5000 == 0 for batch in largest["tried"])
-
-
 @needs_gpu_compiler
 def test_rejects_wrong_number_of_devices(run_memory):
     code, _, err = run_memory("step", "own_step:spans", "--num-devices", "4")
@@ -325,13 +314,6 @@ def test_a_form_that_cannot_be_compiled(run_memory):
     assert code == 0 and "top_k: the compiler for NVIDIA H200 141GB HBM3e ended with exit" in out
     code, out, _ = run_memory("step", "own_step:refused", "--json")
     assert code == 0 and "ended with exit code" in json.loads(out)["top_k"]["error"]
-
-
-def test_missing_compiler(run_memory, monkeypatch):
-    monkeypatch.setenv("EFFJAX_COMPILERS", "/dev/null/none")
-    code, out, err = run_memory("step", "own_step:one")
-    assert (code, out) == (1, "") and one_line(err)
-    assert "Run `effjax memory --install-compiler cuda` where there is a network" in err
 
 
 def test_names_of_targets():

@@ -147,16 +147,6 @@ def test_pallas_mosaic_gpu(target):
 
 
 @pytest.mark.exhaustive
-def test_pallas_mosaic_gpu_attention():
-    mgpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention_mgpu")
-    blocks = dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64)
-    config = mgpu.TuningConfig(block_q=64, block_kv=64, max_concurrent_steps=2, **blocks)
-    attend = functools.partial(mgpu.attention, config=config)
-    p = plan(gradients(attend), *[heads(dtype="float16")] * 3, target="h100")
-    assert len(p.step_time.unknown_kernels) >= 1 and p.device.temporaries < SCORES
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("implementation", ["triton", "mosaic", "cudnn"])
 @pytest.mark.parametrize("target", ["h100", "b200"])
 def test_tokamax(implementation, target):

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import os
-import sys
 from collections import Counter
 
 import jax
@@ -242,43 +241,6 @@ def test_combinations_that_do_not_exist_or_fail():
 def test_rejects(error, match, options):
     with pytest.raises(error, match=match):
         choose_options(lambda n: (jnp.sin, f32(8)) if options else None, {"n": [2, 0]}, **options)
-
-
-def stack_step(save, layers=8):
-    """Return the gradients of a stack of layers that keep everything, or their inputs."""
-
-    def layer(x, kernel):
-        return jnp.sin(jnp.sin(jnp.sin(x @ kernel))), None
-
-    def loss(kernels, x):
-        body = layer if save == "all" else jax.checkpoint(layer, prevent_cse=False)
-        return jax.lax.scan(body, x, kernels)[0].sum()
-
-    return jax.jit(jax.grad(loss)), f32(layers, 64, 64), f32(4096, 64)
-
-
-@pytest.mark.exhaustive  # docs/planner.md searches in the plain tests
-def test_compiled_programs_and_their_cache(tmp_path, monkeypatch):
-    def choose(budget, target="l4", layers=8):
-        return choose_options(
-            lambda save: stack_step(save, layers), {"save": ["all", "inputs"]}, target=target,
-            budget=budget, cache=tmp_path / "plans",
-        )  # fmt: skip
-
-    largest = choose(10 * GB)
-    assert largest.options == {"save": "all"} and largest.num_compiled == 1
-    budget = largest.plan.peak_device_bytes - 1
-    found = choose(budget)
-    assert found.options == {"save": "inputs"} and found.plan.fits
-    assert found.plan.peak_device_bytes < budget / 1.5
-
-    # All programs come from the cache now. No compiler would start.
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    monkeypatch.setenv("EFFJAX_TEST", "1")  # starts another server
-    assert choose(budget) == found
-    for other in (dict(layers=9), dict(target="h100")):
-        with pytest.raises(PlanError, match="exit code 1"):
-            choose(budget, **other)
 
 
 @pytest.fixture

@@ -125,11 +125,6 @@ def test_bytes_of_shapes(shape, sizes):
     assert [array.bytes for array in arrays(shape)] == sizes
 
 
-def test_memory_of_shapes():
-    host, device = arrays("(f32[8]{0:T(128)S(5)}, f32[8]{0:T(128)})")
-    assert host.on_host and not device.on_host
-
-
 TPU_LOOP = """\
 HloModule jit_layers, is_scheduled=true
 

@@ -97,10 +97,3 @@ def test_rejects_functions_without_nnx_jit():
         plan(step, X, {"rngs": nnx.Rngs(0)})
     with pytest.raises(TypeError, match=r"`args\[0\]` is a Network.*nnx.split"):
         residual_bytes(lambda model, x: model(x), model, X)
-
-
-def test_residuals_of_a_state():
-    model, _ = shapes()
-    graph, state = nnx.split(model)
-    report = residual_bytes(lambda state, x: nnx.merge(graph, state)(x), state, X)
-    assert report.argument_bytes >= 4 * WIDTH * 4 * WIDTH
