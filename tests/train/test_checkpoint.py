@@ -369,30 +369,14 @@ def test_reads_without_writing(tmp_path):
 
 
 MEMORY = """
-import gc, sys, threading, time
+import sys
 import jax, numpy as np
 from pathlib import Path
 from jax.sharding import NamedSharding, PartitionSpec as P
+from benchmarks.run_memory import peak_resident_bytes
 from effjax.train.checkpoint import Checkpoints
 
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-def most(action):
-    peak, ended = resident(), threading.Event()
-    def watch():
-        nonlocal peak
-        while not ended.wait(0.001):
-            peak = max(peak, resident())
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    result = action()
-    ended.set()
-    watcher.join()
-    return result, peak
-
-folder, kind = Path(sys.argv[1]), sys.argv[2]
+kind = sys.argv[2]
 mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 place = NamedSharding(mesh, P(), memory_kind=kind)
 
@@ -400,15 +384,19 @@ def new(i):
     stack = np.random.default_rng(i).standard_normal((8, 2048, 2048), np.float32)
     return jax.device_put(stack, place, may_alias=False).block_until_ready()
 
+def most(action):
+    peak_resident_bytes()
+    before = peak_resident_bytes()
+    return action(), (peak_resident_bytes() - before) / size
+
 step = jax.jit(lambda a: a + 1, donate_argnums=0, out_shardings=place)
 state = [new(i) for i in range(3)]
 places = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for a in state]
 size = sum(a.nbytes for a in state)
 
-with Checkpoints(folder) as checkpoints:
+with Checkpoints(Path(sys.argv[1])) as checkpoints:
     checkpoints.save(0, {"a": step(new(9))[:1]})  # what is loaded at the first save does not count
     checkpoints.wait()
-    gc.collect()
 
     def save_and_step():
         checkpoints.save(1, state)
@@ -416,14 +404,9 @@ with Checkpoints(folder) as checkpoints:
             state[0] = step(state[0]).block_until_ready()
         checkpoints.wait()
 
-    before = resident()
-    _, peak = most(save_and_step)
-    print((peak - before) / size)
+    print(most(save_and_step)[1])
     state.clear()
-    gc.collect()
-    before = resident()
-    state, peak = most(lambda: checkpoints.restore(places, 1))
-    print((peak - before) / size - 1)
+    print(most(lambda: checkpoints.restore(places, 1))[1] - 1)
 """
 
 

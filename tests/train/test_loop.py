@@ -148,19 +148,6 @@ def test_resumes_exactly_after_ctrl_c(tmp_path, task, whole, evaluations):
     assert_same_run(task, run, whole[0])
 
 
-def test_resumes_after_ctrl_c_before_the_first_checkpoint(tmp_path, task, whole, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    run = new_run(tmp_path / "run", task)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(CachedTask, "initial_state", interrupt)
-        fit(task, run)
-    assert checkpoints(run) == set()
-    fit(task, RunDirectory.open(run.path), resume=True)
-    assert_same_run(task, run, whole[0])
-
-
 @vary("task, at", [("images", 2), ("images", 4), ("text", 1), ("text", 4)], indirect=["task"])
 def test_resumes_exactly_after_a_stop(tmp_path, task, whole, at):
     run = new_run(tmp_path / "run", task)

@@ -144,12 +144,6 @@ def test_a_step_on_text_gathers_a_layer_at_a_time(tmp_path, options):
     assert found["all-gather"] == 2 * split_bytes(layers) + split_bytes(others)
 
 
-def test_rejects_fsdp_without_jit():
-    config = DenseNetRunConfig(batch_size=32, mesh=BOTH, parallel="pmap")
-    with pytest.raises(TrainError, match="`mesh` .*`parallel`"):
-        images.prepare(config, jax.devices()[:4], small.dataset())
-
-
 @pytest.mark.exhaustive
 def test_split_parameters_take_the_same_steps():
     """Up to rounding; the sharding of the state does not change."""

@@ -34,6 +34,7 @@ def test_batches_depend_on_seed_and_epoch_only():
     [
         ({"batch_size": 128}, r"larger than the train set \(=65 images\)"),
         ({"depth": 11}, "must be 6n . 4"),
+        ({"mesh": "data=1,fsdp=2", "parallel": "pmap"}, "`mesh` .*`parallel`"),
         ({"depth": 10, "small_inputs": False}, "height and width of at least 13"),
     ],
 )

@@ -46,13 +46,3 @@ def test_default_rates_and_scales():
     assert (lora.learning_rate, lora.lora_scale) == (2e-4, 2.0)
     lora = FinetuneConfig(**FILES, lora=16, lora_alpha=4, learning_rate=1e-3).resolve()
     assert (lora.learning_rate, lora.lora_scale) == (1e-3, 0.25)
-
-
-def test_json():
-    config = FinetuneConfig(**FILES, lora=2, mlp_chunk_size=8)
-    stored = config.describe("1", {})
-    assert FinetuneConfig.from_json(stored["options"]) == config
-    with pytest.raises(TrainError, match="is not that of effjax finetune"):
-        FinetuneConfig.from_json({"layers": 3})
-    moved = FinetuneConfig(checkpoint="b", data="c", validation_data="d", lora=2, mlp_chunk_size=8)
-    assert moved.describe("1", {})["fingerprint"] == stored["fingerprint"]
