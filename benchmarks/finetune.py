@@ -31,7 +31,7 @@ MODELS = {"Qwen3-8B": QWEN3_8B, "Qwen3-14B": QWEN3_14B, "Qwen3-32B": QWEN3_32B}
 OPTIMIZERS = "adamw", "adamw8bit"
 # The fused forms, which need the least memory and are about as fast as the others.
 IN_MEMORY, OFFLOADED = "jax.checkpoint, fused", "offload all, fused"
-OPTIONS = {IN_MEMORY: "--fuse-update", OFFLOADED: "--offload all --fuse-update"}
+OPTIONS = {IN_MEMORY: "--fuse-update", OFFLOADED: "--params-in host --fuse-update"}
 LENGTH = 4096
 BATCHES = 8, 32  # sequences of a step that hides the copies: 32k and 131k tokens
 OWN_PROGRAM = "Qwen3-8B", "rtx4090"  # whose steps are compiled for the GPU itself

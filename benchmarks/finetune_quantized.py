@@ -23,8 +23,8 @@ RANK = 16
 WEIGHTS = None, "int8", "nf4"
 # The first one that fits is planned. The inputs of the layers fit in device memory at this length.
 FORMS: tuple[dict[str, Any], ...] = (
-    {"offload": "none", "fuse_update": True},
-    {"offload": "params", "fuse_update": True},
+    {"fuse_update": True},
+    {"params_in": "host", "activations_in": "device", "fuse_update": True},
 )
 
 
@@ -32,7 +32,7 @@ def describe_form(form: dict[str, Any], quantize: str | None) -> str:
     """Return the options of a form, as they are typed."""
     words = [f"--lora {RANK}"]
     words += [f"--quantize {quantize}"] if quantize else []
-    words += [f"--offload {form['offload']}"] if form["offload"] != "none" else []
+    words += ["--params-in host --activations-in device"] if "params_in" in form else []
     return " ".join([*words, "--fuse-update"])
 
 

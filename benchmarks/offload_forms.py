@@ -157,7 +157,7 @@ PEERS: dict[str, Form] = {
 OURS: dict[str, Form] = {
     FUSED_IN_MEMORY: _fused_in_memory,
     f"{FUSED_IN_MEMORY}, inputs offloaded": _fused_in_memory._replace(
-        options={"activations": "host"}
+        options={"activations_in": "host"}
     ),
     "activations offloaded": Form("device", apply_offloaded("device"), "device"),
     OFFLOADED: Form("host", apply_offloaded("host")),

@@ -22,7 +22,7 @@ TARGETS = "rtx4090", "h100"
 HOST_BYTES = 300 * 2**30
 CONFIG = FinetuneConfig(
     checkpoint="Qwen3-8B", data=["rows.jsonl"], max_length=2048, batch_size=64, num_microbatches=32,
-    optimizer="adamw8bit", offload="all", fuse_update=True,
+    optimizer="adamw8bit", params_in="host", fuse_update=True,
 )  # fmt: skip
 
 
@@ -54,7 +54,14 @@ def plan_rows(
                     "planned_host_bytes": planned.peak_host_bytes,
                 }
             )
-    options = "batch_size", "max_length", "num_microbatches", "optimizer", "offload", "fuse_update"
+    options = (
+        "batch_size",
+        "max_length",
+        "num_microbatches",
+        "optimizer",
+        "params_in",
+        "fuse_update",
+    )
     yield Result(
         f"packed_rows_{name}",
         f"fine-tuning step of {name}, packed and unpacked, modelled",

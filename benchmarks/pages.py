@@ -409,10 +409,10 @@ def published_memory() -> Iterator[Cells]:
 
 
 def run_memory() -> Iterator[Cells]:
-    yield ["model", "offload", "phase", "resident [GB]", "expected [GB]", "ratio"]
+    yield ["model", "parameters in", "phase", "resident [GB]", "expected [GB]", "ratio"]
     for row in read("cpu/run_memory.json")["rows"]:
         sizes = (gigabytes(row, key, 2) for key in ("resident", "expected"))
-        yield [row["model"], row["offload"], row["phase"], *sizes, f"{row['ratio']:.2f}"]
+        yield [row["model"], row["params_in"], row["phase"], *sizes, f"{row['ratio']:.2f}"]
 
 
 def checkpoint_memory() -> Iterator[Cells]:

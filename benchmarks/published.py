@@ -38,7 +38,7 @@ Row = dict[str, Any]
 # The options of a step that keeps, recomputes and offloads about what a run of llm.q does.
 KEPT: dict[str, Any] = {"policy": "everything"}
 RECOMPUTED: dict[str, Any] = {"policy": "recompute"}
-OFFLOADED: dict[str, Any] = {"policy": "recompute", "offload": "all", "fuse_update": True}
+OFFLOADED: dict[str, Any] = {"policy": "recompute", "params_in": "host", "fuse_update": True}
 
 
 class Measurement(NamedTuple):

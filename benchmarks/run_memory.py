@@ -38,7 +38,7 @@ SMOLLM2 = DecoderConfig(
     tie_word_embeddings=True, dtype="bfloat16",
 )  # fmt: skip
 TINY, LARGE = "tiny", "SmolLM2-135M"
-OFFLOADS = "none", "all"
+PLACES = "device", "host"
 STEPS = 3
 BATCH = 4, 64  # sequences and their tokens
 SETTLE_SECONDS = 1.0  # XLA frees the temporaries of a step after its results are ready
@@ -65,12 +65,12 @@ def peak_resident_bytes() -> int:
     return int(found[1]) * 1024
 
 
-def measure_phases(folder: Path, offload: Any) -> Row:
+def measure_phases(folder: Path, params_in: Any) -> Row:
     """Go through the phases of a run in this process; return their bytes, and those of arrays."""
     length = BATCH[1]
     config = FinetuneConfig(
         checkpoint=str(folder), data=[str(folder / "rows.jsonl")], max_length=length,
-        batch_size=BATCH[0], steps=STEPS, offload=offload,
+        batch_size=BATCH[0], steps=STEPS, params_in=params_in,
     )  # fmt: skip
     task = prepare(config)
     resident = {}
@@ -106,9 +106,9 @@ def _temp_bytes(task: TextTask) -> int:
     return memory.temp_size_in_bytes
 
 
-def measure(folder: Path, offload: str) -> Row:
+def measure(folder: Path, params_in: str) -> Row:
     """Return `measure_phases` of a new process."""
-    command = [sys.executable, "-m", __name__, str(folder), offload]
+    command = [sys.executable, "-m", __name__, str(folder), params_in]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
 
@@ -124,18 +124,18 @@ def measure_models(models: Mapping[str, DecoderConfig | None]) -> Iterator[Row]:
     """Yield a row for each model and phase; the first model is the tiny one."""
     process: dict[str, int] = {}
     for name, model in models.items():
-        for offload in OFFLOADS:
+        for params_in in PLACES:
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary) / "model"
                 write_model(folder, model)
-                measured = measure(folder, offload)
+                measured = measure(folder, params_in)
             process = process or measured["resident_bytes"]
             expected = expect(measured, process)
             for phase, resident in measured["resident_bytes"].items():
                 yield {
-                    "name": f"{name}, offload {offload}, {phase}",
+                    "name": f"{name}, params in {params_in}, {phase}",
                     "model": name,
-                    "offload": offload,
+                    "params_in": params_in,
                     "phase": phase,
                     "state_bytes": measured["state_bytes"],
                     "temp_bytes": measured["temp_bytes"],
@@ -155,7 +155,7 @@ def run(size: Size) -> Iterator[Result]:
         {"batch": BATCH},
         list(measure_models({TINY: None, LARGE: large})),
         Bars("resident_bytes", "resident memory [GB]", unit=1e9),
-        ["The process is that of the tiny model without offload, in the same phase."],
+        ["The process is that of the tiny model in device memory, in the same phase."],
     )
 
 

@@ -28,7 +28,7 @@ IGNORED = -100
 # The two forms of effjax, with the state in device memory and with all of it on the host.
 FORMS: dict[str, dict[str, Any]] = {
     "effjax": {},
-    "effjax, offloaded": {"offload": "all", "fuse_update": True},
+    "effjax, offloaded": {"params_in": "host", "fuse_update": True},
 }
 
 

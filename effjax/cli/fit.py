@@ -49,7 +49,7 @@ def search_options(
 
     def make_step(**values: Any) -> tuple[Any, ...] | None:
         changed = choices.change(**values)
-        # A choice may set several options, such as --offload and --fuse-update.
+        # A choice may set several options, such as --params-in and --fuse-update.
         if changed is None or any(getattr(changed, n) != getattr(config, n) for n in given):
             return None
         return choices.training_step(changed)

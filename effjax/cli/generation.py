@@ -37,8 +37,10 @@ class GenerationOptions:
         help="Dtype of the parameters and the computation. (default: the checkpoint's)",
         group=MODEL,
     )
-    offload: bool = option(
-        False, help="Keep the layers in host memory, and load each one for each token.", group=MODEL
+    params_in: Literal["device", "host"] = option(
+        "device",
+        help="The memory of the layers. One in host memory is loaded for each token.",
+        group=MODEL,
     )
     mesh: str | None = option(
         None,
@@ -81,7 +83,7 @@ class GenerationOptions:
 
         # On stderr, because stdout may be a pipe that gets the text.
         with LoadBar(Console(stderr=True)) as bar:
-            return model.load(self.offload, bar.update, generation_mesh(self.mesh))
+            return model.load(self.params_in, bar.update, generation_mesh(self.mesh))
 
     def sampling(self, model: "TextModel", max_tokens: int, stop_tokens: set[int]) -> "Options":
         """Return the options of `effjax.models.generate`; raise TrainError."""
@@ -104,7 +106,7 @@ class GenerationOptions:
         except RuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            remedies = "" if self.offload else "--offload, "
+            remedies = "" if self.params_in == "host" else "--params-in host, "
             raise CommandError(
                 f"out of device memory. Try {remedies}{other}, or --mesh over several devices."
             ) from error

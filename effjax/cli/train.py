@@ -158,6 +158,6 @@ def train_on_text(given: Mapping[str, Any]) -> None:
 
     with LoadBar(console) as load_bar:
         task = prepare(config, load_progress=load_bar.update, resume=request.resume)
-        run, result = train(request, task, describe(task), console, "--fit, or --offload all")
+        run, result = train(request, task, describe(task), console, "--fit, or --params-in host")
     print_table(console, result_rows(result))
     print_line(console, f"written: {run.path / result.exported}")

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..ops.offload.placement import Space, space_of
+from ..ops.offload.placement import MemoryName, Space, space_of
 from ..ops.offload.sequential import apply_sequence
 from ..ops.offload.slices import OffloadOptions
 from ..ops.offload.stack import apply_stack
@@ -19,17 +19,14 @@ from ..ops.offload.trees import Tree, as_array_tree, is_inexact
 
 
 def make_options(
-    num_slices: int | None, checkpoint_activation: bool, num_microbatches: int, compute_dtype: Any,
+    num_slices: int | None, activations_in: MemoryName, num_microbatches: int, compute_dtype: Any,
     policy: Any,
 ) -> OffloadOptions:  # fmt: skip
-    """Convert the fields of the modules to the options of the operators.
-
-    `checkpoint_activation` is fairscale's name. Here it selects the memory of the residuals.
-    """
+    """Convert the fields of the modules to the options of the operators."""
     return OffloadOptions(
         num_slices,
         num_microbatches,
-        activations="host" if checkpoint_activation else "device",
+        activations_in=activations_in,
         compute_dtype=compute_dtype,
         has_aux=True,  # the variables that a layer changes, such as running statistics
         policy=policy,

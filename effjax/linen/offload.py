@@ -23,7 +23,7 @@ from ..layers.offload import (
     select_keywords,
 )
 from ..ops._common.arguments import as_integer, check_layers
-from ..ops.offload.placement import Space, move
+from ..ops.offload.placement import MemoryName, Space, move
 from ..ops.offload.slices import OffloadOptions
 
 
@@ -70,7 +70,7 @@ class OffloadModel(nn.Module):
 
     Args:
         layers: a sequence of modules and functions, an `nn.Sequential`, or the module of a stack.
-        num_slices, checkpoint_activation, num_microbatches, compute_dtype, policy: as in
+        num_slices, activations_in, num_microbatches, compute_dtype, policy: as in
             `effjax.nnx.OffloadModel`.
         num_layers: the number of layers of a stack.
 
@@ -83,7 +83,7 @@ class OffloadModel(nn.Module):
 
     layers: Sequence[Callable[..., Any]] | nn.Module
     num_slices: int | None = None
-    checkpoint_activation: bool = True
+    activations_in: MemoryName = "host"
     num_microbatches: int = 1
     compute_dtype: Dtype | None = None
     policy: Callable[..., Any] | None = None
@@ -144,7 +144,7 @@ class OffloadModel(nn.Module):
 
 def _make_options(model: OffloadModel) -> OffloadOptions:
     return make_options(
-        model.num_slices, model.checkpoint_activation, model.num_microbatches, model.compute_dtype,
+        model.num_slices, model.activations_in, model.num_microbatches, model.compute_dtype,
         model.policy,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from ..layers.offload import (
     select_keywords,
 )
 from ..ops._common.arguments import as_key, check_instance, check_layers
-from ..ops.offload.placement import Space, move
+from ..ops.offload.placement import MemoryName, Space, move
 from ..ops.offload.trees import count_layers
 
 _MUTABLE = (nnx.BatchStat, nnx.RngCount)  # Variables that a layer may change in its call
@@ -71,8 +71,8 @@ class OffloadModel(nnx.Module):
             or the same number of layers in a stack. By default each layer is a slice, which needs
             the least memory. A slice should be large enough to be worth a copy, such as a block of
             convolution, norm and activation.
-        checkpoint_activation: whether residuals (the inputs of the slices, and the values that
-            `policy` keeps) are in host memory; otherwise they are on the device.
+        activations_in: the memory of the residuals (the inputs of the slices, and the values that
+            `policy` keeps), "host" or "device".
         num_microbatches: the number of microbatches that go through a slice before the next one is
             loaded.
         compute_dtype: the floating-point dtype to which real floating-point parameters are cast on
@@ -93,7 +93,7 @@ class OffloadModel(nnx.Module):
         layers: Sequence[Callable[..., Any]] | nnx.Module,
         *,
         num_slices: int | None = None,
-        checkpoint_activation: bool = True,
+        activations_in: MemoryName = "host",
         num_microbatches: int = 1,
         compute_dtype: Dtype | None = None,
         policy: Callable[..., Any] | None = None,
@@ -107,7 +107,7 @@ class OffloadModel(nnx.Module):
             check_layers(layers)
         self.layers: Any = layers if self.stacked else nnx.List(cast(Sequence, layers))
         self.options = make_options(
-            num_slices, checkpoint_activation, num_microbatches, compute_dtype, policy
+            num_slices, activations_in, num_microbatches, compute_dtype, policy
         )
 
     def __call__(self, *args: Any, rngs: Any = None, **flags: Any) -> Any:

@@ -49,7 +49,7 @@ def test_planned_memory_of_programs_that_others_ran():
 def test_expected_memory_of_runs():
     runs = {}
     for row in read("cpu/run_memory.json")["rows"]:
-        runs.setdefault((row["model"], row["offload"]), []).append(row)
+        runs.setdefault((row["model"], row["params_in"]), []).append(row)
     assert len(runs) == 4
     for (model, _), rows in runs.items():
         resident, expected = (

@@ -78,7 +78,9 @@ def test_ctrl_c_after_a_stop_ends(talk, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [["--offload"], ["--mesh", f"fsdp={jax.device_count()}"]])
+@pytest.mark.parametrize(
+    "options", [["--params-in", "host"], ["--mesh", f"fsdp={jax.device_count()}"]]
+)
 def test_places_of_the_parameters(talk, options):
     lines = "for the class", "é?"
     assert talk(*lines, options=[*options, *OPTIONS]) == talk(*lines)

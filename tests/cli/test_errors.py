@@ -38,7 +38,7 @@ def test_no_command_shows_the_help(run, argv):
         ([*TINY, "--freeze-stages", "1"], "--freeze-stages (=1) needs --init-from"),
         (["train", "densenet", "--resume", "here", "--fit", "1GB"], "--fit cannot be combined"),
         (["train", "resnet", "--compare-plain"], "--compare-plain needs --dcn"),
-        (["finetune", "base", "--offload", "some"], "'--offload'"),
+        (["finetune", "base", "--params-in", "some"], "'--params-in'"),
         ([*TINY, "--fit", "24"], "--fit '24' must be a size, such as 24GB"),
         ([*TINY, "--fit", "h300"], "must be one of h200"),
         ([*TINY, "--fit", "l4:99GB"], "must be at most the memory of NVIDIA L4"),

@@ -76,7 +76,7 @@ def test_out_of_memory(run, folder, monkeypatch):
     monkeypatch.setattr("jax.random.key", mock.Mock(side_effect=exhausted))
     code, _, err = run("finetune", "base", *ROWS, *SHORT)
     assert code == 1 and one_line(err)
-    assert "out of device memory. Try a smaller --batch-size, or --fit, or --offload all" in err
+    assert "out of device memory. Try a smaller --batch-size, or --fit, or --params-in host" in err
 
 
 # A save that fails leaves coroutines of Orbax that nobody awaits, now and then.
@@ -168,7 +168,7 @@ def test_memory(run, base, tmp_path):
     config = FinetuneConfig(checkpoint=str(base), max_length=32, batch_size=64)
     min_bytes = memory_choices(config, set()).min_bytes
     assert min_bytes is not None
-    kept, _ = min_bytes(activations="device")
+    kept, _ = min_bytes(activations_in="device")
     assert code == 0 and 0 < kept < form["plan"]["device"]["temporaries"]
 
 

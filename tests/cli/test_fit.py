@@ -18,7 +18,7 @@ from tests.programs import needs_gpu_compiler
 from tests.train.text.small import write_base, write_config
 
 GB = 10**9
-FUSED = {"offload": "all", "fuse_update": True}
+FUSED = {"params_in": "host", "fuse_update": True}
 OWN = """
 import jax, jax.numpy as jnp
 
@@ -66,7 +66,7 @@ def test_commands_take_the_options_that_fit(
         pytest.importorskip("tokenizers")
         write_base(tmp_path / "base")
     out = run_without_training(*argv, "--fit", "h100:2GB", "--out", "here")
-    options = "--save features" if "save" in chosen else "--offload all --fuse-update"
+    options = "--save features" if "save" in chosen else "--params-in host --fuse-update"
     assert f"a table\noptions: {options}\n" in out
     (arguments,) = search
     assert (arguments["target"], arguments["budget"]) == ("h100", 2 * GB)
@@ -86,8 +86,12 @@ def test_commands_take_the_options_that_fit(
     ("given", "number", "changes"),
     [
         ({}, 48, "--fuse-update --policy everything"),
-        ({"offload": "none"}, 12, "--fuse-update --policy everything"),
-        ({"offload": "all"}, 12, "--fuse-update --policy everything"),
+        ({"params_in": "device"}, 24, "--fuse-update --policy everything"),
+        (
+            {"params_in": "host", "activations_in": "host"},
+            12,
+            "--fuse-update --policy everything",
+        ),
         ({"fuse_update": False}, 48, "--policy everything"),
         ({"policy": "dots", "fuse_update": True}, 16, ""),
         ({"on_nan": "skip"}, 48, "--policy everything"),
@@ -98,7 +102,7 @@ def test_given_options_stay(tmp_path, given, number, changes):
     file = write_config(tmp_path)
     config = FinetuneConfig(checkpoint=str(file), **{"batch_size": 64} | given).resolve()
     choices = memory_choices(config, {*given, "mlp_chunk_size"}, 1)
-    names = "policy", "activations", "params", "num_microbatches"
+    names = "policy", "activations_in", "params_in", "num_microbatches"
     combinations = itertools.product(*(choices.options[name] for name in names))
     changed = [
         choices.change(**dict(zip(names, values, strict=True)), mlp_chunk_size=None)

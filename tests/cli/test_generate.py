@@ -61,7 +61,7 @@ def test_greedy_completions_of_prompts(run, base):
     ran = run("generate", base, "--no-chat", "--prompt", PROMPT, *GREEDY)
     assert ran == (0, f"{completion}\n", "") and completion
     prompts = ["--prompt", "if", "--prompt", PROMPT]
-    _, out, _ = run("generate", base, "--no-chat", *prompts, *GREEDY, "--offload")
+    _, out, _ = run("generate", base, "--no-chat", *prompts, *GREEDY, "--params-in", "host")
     assert out.startswith("> if\n") and out.endswith(f"\n> {PROMPT}\n{completion}\n")
 
 
@@ -235,12 +235,12 @@ def test_wrong_files_of_prompts(refused, base, tmp_path):
     assert not (tmp_path / "new.jsonl").exists()
 
 
-@vary("options", [[], ["--offload"]])
-def test_sharded_parameters(run, base, options):
-    options = *options, "--no-chat", "--prompt", PROMPT, *GREEDY
+@vary("params_in", ["device", "host"])
+def test_sharded_parameters(run, base, params_in):
+    options = "--params-in", params_in, "--no-chat", "--prompt", PROMPT, *GREEDY
     axes = f"fsdp={jax.device_count()}"
     model = find_model(base, None, TODAY)
-    layers, others, _ = model.load("--offload" in options, mesh=generation_mesh(axes))
+    layers, others, _ = model.load(params_in, mesh=generation_mesh(axes))
     arrays = *layers.values(), *others.values()
     local = sum(a.addressable_shards[0].data.nbytes for a in arrays)
     # Small ones are replicated.
@@ -262,5 +262,5 @@ def test_settings_of_the_files(base):
     change(base / "config.json", max_position_embeddings=None)
     assert count_new_tokens(find_model(base, None, TODAY), [[1] * 60], 100) == 100
     assert model.config.dtype == "float32"
-    layers, others, scale = find_model(base, "bfloat16", TODAY).load(offload=False)
+    layers, others, scale = find_model(base, "bfloat16", TODAY).load("device")
     assert {str(a.dtype) for a in jax.tree.leaves((layers, others))} == {"bfloat16"} and scale == 1

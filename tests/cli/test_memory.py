@@ -182,7 +182,7 @@ def test_usage_errors(run_memory, argv, message):
     ("options", "text"),
     [
         (["--on-nan", "skip"], "'in memory', 'jax.checkpoint', 'offload activations', "),
-        (["--offload", "params"], "must be one of 'as given'"),  # the form that the option chooses
+        (["--params-in", "host"], "must be one of 'as given'"),  # the form that the option chooses
         (["--data", "here.jsonl"], "effjax: a plan reads no data and no weights; unused: --data\n"),
     ],
 )
@@ -271,7 +271,7 @@ LEAST = "--optimizer", "adamw8bit", "--lora", "16", "--quantize", "nf4"
         # State alone: only the step that may fit is compiled.
         pytest.param(
             128, (), "the optimizer state, in all phases of a run. With --optimizer adamw8bit it",
-            "--offload all --fuse-update --optimizer adamw8bit", marks=pytest.mark.exhaustive,
+            "--params-in host --fuse-update --optimizer adamw8bit", marks=pytest.mark.exhaustive,
         ),
         (9999, LEAST, "the parameters", "No smaller step fits. Use a machine with more memory."),
     ],
@@ -285,7 +285,7 @@ def test_what_helps_if_nothing_fits(run_memory, tmp_path, layers, options, short
     code, out, err = run_memory(*argv, *options, "--target", "rtx4090", "--host-memory-gb", "60")
     assert code == 1 and short in out and "short on the host" in out
     assert err.count("compiling for") == (not options)
-    assert "no: at least" in out and "--offload all --fuse-update" in out
+    assert "no: at least" in out and "--params-in host --fuse-update" in out
     last = out.splitlines()[-1]
     assert last.endswith(end) and last.startswith("  effjax finetune CHECKPOINT ") != bool(options)
 

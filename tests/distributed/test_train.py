@@ -25,7 +25,7 @@ pytest.importorskip("tokenizers")
 SHORT = "--max-length 16 --batch-size 4 --report-every 2 --learning-rate 1e-2 --dtype float32"
 SHORT += " --param-dtype float32 --date 2026-01-31"
 STEPS = "--steps", 14
-SPLIT = "--mesh", "data=2,fsdp=2", "--offload", "all", "--fuse-update"
+SPLIT = "--mesh", "data=2,fsdp=2", "--params-in", "host", "--fuse-update"
 OFTEN = "--checkpoint-every", 1, "--keep", 9
 LOSSES = "train_loss", "validation_loss"
 PREEMPTED = 75

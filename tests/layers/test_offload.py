@@ -23,7 +23,7 @@ def flavour(request):
     [
         ("linen", {"num_slices": 2}),
         ("nnx", {"num_slices": 2}),
-        ("nnx", {"checkpoint_activation": False}),
+        ("nnx", {"activations_in": "device"}),
         ("linen", {"policy": jax.checkpoint_policies.everything_saveable}),
     ],
     indirect=["flavour"],

@@ -257,7 +257,7 @@ def test_layers_can_be_applied_by_offload_scan(x64):
     decoder = make_decoder(config)
 
     def offload(layer, params, x, key):
-        options = dict(params_in="device", activations="host")
+        options = dict(params_in="device", activations_in="host")
         return effjax.offload_scan(layer, params, x, key=key, **options)
 
     want = nnx.jit(lambda decoder: decoder(INPUTS))(decoder)

@@ -161,7 +161,7 @@ FORMS = {
     "images, shard_map": (image_task, {"parallel": "shard_map"}),
     "images, fsdp": (image_task, {"mesh": "data=1,fsdp=2"}),
     "text, fsdp": (text_task, {"mesh": "data=1,fsdp=2"}),
-    "text, all": (text_task, {"offload": "all", "devices": 1, "num_microbatches": 2}),
+    "text, all": (text_task, {"params_in": "host", "devices": 1, "num_microbatches": 2}),
 }
 
 

@@ -51,7 +51,7 @@ def offload_sequential(
     num_slices: int | None = None,
     num_microbatches: int = 1,
     params_in: MemoryName = "host",
-    activations: MemoryName = "host",
+    activations_in: MemoryName = "host",
     compute_dtype: Any = None,
     has_aux: bool = False,
     policy: Callable[..., Any] | None = None,
@@ -78,7 +78,7 @@ def offload_sequential(
             each layer is a slice.
         num_microbatches: as in `offload_scan`.
         params_in: the memory of `params`, "host" or "device".
-        activations: as in `offload_scan`.
+        activations_in: as in `offload_scan`.
         compute_dtype: as in `offload_scan`.
         has_aux: whether layers return a second result.
         policy: as in `offload_scan`.
@@ -103,7 +103,7 @@ def offload_sequential(
     """
     check_layers(layers)
     options = OffloadOptions(
-        num_slices, num_microbatches, params_in, activations,
+        num_slices, num_microbatches, params_in, activations_in,
         compute_dtype=compute_dtype, has_aux=has_aux, policy=policy,
     )  # fmt: skip
     params, x = as_array_tree("params", params), as_array_tree("x", x)
@@ -135,7 +135,7 @@ class SequenceConfig(NamedTuple):
 
     slices: list[tuple[Slice, tuple[int, ...]]]  # and the indices of its arrays in `closure`
     bounds: list[int]
-    activations: Space
+    activations_space: Space
     make_dx: Callable[..., Any]  # the cotangent of x from the gradients of its floats
 
 
@@ -281,7 +281,7 @@ def run_forward(
             )
             if slice_fn.apply_with_residuals is None:
                 saved = x_in
-            return x, slice_aux, [put(saved, config.activations)] if save_residuals else []
+            return x, slice_aux, [put(saved, config.activations_space)] if save_residuals else []
 
         # A slice is loaded when those before it are done and their residuals have left the device.
         result, done, order = run_in_order(run, (w, x), last, order)

@@ -45,8 +45,8 @@ class OffloadOptions:
     num_slices: int | None = None
     num_microbatches: int = 1
     params_in: MemoryName = "host"
-    activations: MemoryName = "host"
-    grads: MemoryName | None = None
+    activations_in: MemoryName = "host"
+    grads_in: MemoryName | None = None
     prefetch: int = 1
     resident_slices: int = 0
     compute_dtype: Any = None
@@ -64,20 +64,20 @@ class OffloadOptions:
         for name, least in minimum.items():
             object.__setattr__(self, name, as_integer(name, getattr(self, name), least))
         check_choice("params_in", self.params_in, *SPACES)
-        check_choice("activations", self.activations, *SPACES)
-        check_choice("grads", self.grads, *SPACES, None)
+        check_choice("activations_in", self.activations_in, *SPACES)
+        check_choice("grads_in", self.grads_in, *SPACES, None)
         if self.compute_dtype is not None:
             as_dtype("compute_dtype", self.compute_dtype)
 
     @property
     def activations_space(self) -> Space:
         """The memory of the residuals of the slices."""
-        return SPACES[self.activations]
+        return SPACES[self.activations_in]
 
     @property
     def grads_space(self) -> Space:
         """The memory in which gradients are collected."""
-        return SPACES[self.grads or self.params_in]
+        return SPACES[self.grads_in or self.params_in]
 
     def count_slices(self, num_layers: int, equal: bool) -> int:
         """Return the number of slices; with `equal` they must have the same number of layers."""
@@ -246,7 +246,7 @@ def apply_with_policy(
 
     def saves(*args, **params):
         decision = policy(*args, **params)
-        # Offloading policies return an object with a destination; `activations` decides that here.
+        # Offloading policies return an object with a destination, which is `activations_in` here.
         return True if hasattr(decision, "dst") else decision
 
     def linearize(w, closure, rest, x):

@@ -63,8 +63,8 @@ def offload_scan(
     num_slices: int | None = None,
     num_microbatches: int = 1,
     params_in: MemoryName = "host",
-    activations: MemoryName = "host",
-    grads: MemoryName | None = None,
+    activations_in: MemoryName = "host",
+    grads_in: MemoryName | None = None,
     prefetch: int = 1,
     resident_slices: int = 0,
     compute_dtype: Any = None,
@@ -105,9 +105,9 @@ def offload_scan(
             is loaded, a divisor of B. Microbatch m is rows [m B / M, (m + 1) B / M). If the rows
             are sharded along Explicit axes, it is those of each device's rows.
         params_in: the memory of `stacked_params`, "host" or "device".
-        activations: the memory of the residuals: the input of each slice, or the values that
+        activations_in: the memory of the residuals: the input of each slice, or the values that
             `policy` keeps.
-        grads: the memory in which gradients are collected, before they are moved to that of the
+        grads_in: the memory in which gradients are collected, before they are moved to that of the
             parameters; by default the same.
         prefetch: the number of slices to load ahead of the current one, at most all of them.
         resident_slices: the number of slices at the end that stay on the device between the two
@@ -145,8 +145,8 @@ def offload_scan(
         fairscale ``OffloadModel``; Pudipeddi et al., 2020 (arXiv:2002.05645).
     """
     options = OffloadOptions(
-        num_slices, num_microbatches, params_in, activations, grads, prefetch, resident_slices,
-        compute_dtype, has_aux, policy,
+        num_slices, num_microbatches, params_in, activations_in, grads_in, prefetch,
+        resident_slices, compute_dtype, has_aux, policy,
     )  # fmt: skip
     stacked_params = as_array_tree("stacked_params", stacked_params)
     x, key = as_array_tree("x", x), None if key is None else as_key("key", key)

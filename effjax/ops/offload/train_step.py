@@ -80,7 +80,7 @@ def offload_train_step(
     params_in: MemoryName = "host",
     others_in: MemoryName = "device",
     update_rows: Callable[[Any, Any], bool] | None = None,
-    activations: MemoryName | None = None,
+    activations_in: MemoryName | None = None,
     prefetch: int | None = None,
     resident_slices: int | None = None,
     compute_dtype: Any = None,
@@ -178,7 +178,7 @@ def offload_train_step(
             Adafactor, LAMB or Muon. A state of the optimizer that does not consist of rows is an
             error; nothing else is checked, and a wrong promise gives the updates of separate
             chunks. By default large parameters are updated whole.
-        activations: the memory of the residuals; by default `params_in`.
+        activations_in: the memory of the residuals; by default `params_in`.
         prefetch: as in `offload_scan`, for a stack only; by default 1, or 0 if nothing is
             offloaded.
         resident_slices: as in `offload_scan`, for a stack only; by default 0.
@@ -220,14 +220,14 @@ def offload_train_step(
         for name, value in (("prefetch", prefetch), ("resident_slices", resident_slices)):
             if value is not None:
                 raise ValueError(f"`{name}` (={value}) must be None for a list of layers.")
-    activations = params_in if activations is None else activations
+    activations_in = params_in if activations_in is None else activations_in
     if prefetch is None:
-        prefetch = 0 if params_in == activations == "device" else 1
+        prefetch = 0 if params_in == activations_in == "device" else 1
     options = OffloadOptions(
         num_slices=num_slices,
         num_microbatches=num_microbatches,
         params_in=params_in,
-        activations=activations,
+        activations_in=activations_in,
         prefetch=prefetch,
         resident_slices=0 if resident_slices is None else resident_slices,
         compute_dtype=compute_dtype,

@@ -36,7 +36,7 @@ NEEDED = {
     "lora_alpha": "lora", "lora_targets": "lora", "rslora": "lora", "lora_dropout": "lora",
     "sample_tokens": "sample_prompts", "sample_temperature": "sample_prompts",
 }  # fmt: skip
-Offload = Literal["none", "activations", "params", "all"]
+Memory = Literal["device", "host"]
 Policy = Literal["recompute", "dots", "everything"]
 ParamDtype = Literal["bfloat16", "bfloat16-24", "float32"]
 Quantize = Literal["nf4", "int8"]
@@ -156,11 +156,11 @@ class FinetuneConfig(RunConfig):
         "bits (int8), with a scale for 64 values each. (default: in --param-dtype)",
         group=MODEL,
     )
-    offload: Offload = option(
-        "none",
-        help="Arrays in host memory: the residuals of the layers, parameters and optimizer state, "
-        "or both.",
-        group=MODEL,
+    params_in: Memory = option(
+        "device", help="The memory of the parameters and the optimizer state.", group=MODEL
+    )
+    activations_in: Memory | None = option(
+        None, help="The memory of the residuals of the layers. (default: --params-in)", group=MODEL
     )
     fuse_update: bool = option(
         False,

@@ -119,11 +119,6 @@ class DecoderLearner:
     loss: Loss | None = None
 
     @property
-    def params_on_host(self) -> bool:
-        """True if the parameters and the optimizer state live in host memory."""
-        return self.config.offload in ("params", "all")
-
-    @property
     def num_params(self) -> int:
         """The number of parameters, without adapters."""
         return sum(math.prod(a.shape) for tree in decoder_shapes(self.model) for a in tree.values())
@@ -148,7 +143,7 @@ class DecoderLearner:
         layers, others = self.model_shapes()
         layers |= self.adapter_shapes()
         # Host arrays exist only with concrete devices, and shapes do not depend on the place.
-        on_device = dataclasses.replace(self.config, offload="none")
+        on_device = dataclasses.replace(self.config, params_in="device")
         init, _ = dataclasses.replace(self, config=on_device)._offload_functions()
         without_places = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (layers, others)
@@ -232,7 +227,8 @@ class DecoderLearner:
         def step(layers: Params, others: Params, batch: Any) -> Any:
             others = to_device(others)
             # trainable=False keeps no residuals, so that nothing is written to host memory.
-            x = offload_scan(layer, layers, embed(others, batch), trainable=False, **self._places())
+            x = embed(others, batch)
+            x = offload_scan(layer, layers, x, trainable=False, params_in=self.config.params_in)
             return head(others, x, batch)
 
         return step
@@ -284,16 +280,10 @@ class DecoderLearner:
             skip_nonfinite=config.on_nan == "skip",
             num_microbatches=config.num_microbatches, policy=POLICIES[config.policy],
             trainable=is_adapter if self.adapted else True, trainable_others=not self.adapted,
-            others_in="host" if self.params_on_host else "device",
-            update_rows=is_adamw if self.params_on_host and not self.adapted else None,
-            **self._places(),
+            params_in=config.params_in, others_in=config.params_in,
+            activations_in=config.activations_in,
+            update_rows=is_adamw if config.params_in == "host" and not self.adapted else None,
         )  # fmt: skip
-
-    def _places(self) -> dict[str, Any]:
-        return {
-            "params_in": "host" if self.params_on_host else "device",
-            "activations": "host" if self.config.offload in ("activations", "all") else "device",
-        }
 
     def _adapter_shapes(self) -> Params:
         layers, _ = decoder_shapes(self.model)
@@ -328,7 +318,7 @@ class DecoderLearner:
         return put(arrays, {name: a.sharding for name, a in shapes.items()})
 
     def _place(self, shapes: Params, stacked: bool = False) -> Params:
-        kind = "pinned_host" if self.params_on_host else "device"
+        kind = "pinned_host" if self.config.params_in == "host" else "device"
 
         def sharding(name: str, a: Any) -> Any:
             # The codes of a block are where its scale is.

@@ -24,7 +24,7 @@ def merge(model: TextModel, folder: Path) -> None:
         DataError: The files cannot be read, or do not belong to each other.
         OSError: The folder cannot be written.
     """
-    layers, others, scale = model.load(offload=False)
+    layers, others, scale = model.load("device")
     for name in [name for name in layers if name.endswith(".lora_A.weight")]:
         module = name.removesuffix(".lora_A.weight")
         a, b = layers.pop(name), layers.pop(f"{module}.lora_B.weight")

@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -50,14 +50,14 @@ class TextModel:
 
     def load(
         self,
-        offload: bool,
+        params_in: Literal["device", "host"],
         progress: Callable[[int, int], object] | None = None,
         mesh: Mesh | None = None,
     ) -> tuple[Any, Any, float]:
         """Load the parameters.
 
         Args:
-            offload: Whether the layers stay in host memory.
+            params_in: The memory of the layers.
             progress: Called with the bytes read and their total.
             mesh: The devices, from `generation_mesh`. By default the first one.
 
@@ -75,7 +75,7 @@ class TextModel:
             shardings = param_shardings(shapes, mesh, stacked)
             return jax.tree.map(lambda sharding: sharding.with_memory_kind(kind), shardings)
 
-        memory = "pinned_host" if offload else "device"
+        memory = "pinned_host" if params_in == "host" else "device"
         adapters = put(adapters, place(adapters, memory, True))
         layers = with_shardings(layers, place(layers, memory, True))
         others = with_shardings(others, place(others, "device", False))

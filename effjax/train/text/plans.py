@@ -23,21 +23,15 @@ from .learner import make_learner
 AS_GIVEN = "as given"  # the form of a step with the options that are given
 # The options that `effjax memory` changes to compare forms of a step.
 FORMS: dict[str, dict[str, Any]] = {
-    "in memory": {"offload": "none", "fuse_update": False, "policy": "everything"},
-    "jax.checkpoint": {"offload": "none", "fuse_update": False},
-    "jax.checkpoint, fused": {"offload": "none", "fuse_update": True},
-    "offload activations": {"offload": "activations", "fuse_update": False},
-    "offload params": {"offload": "params", "fuse_update": False},
-    "offload all": {"offload": "all", "fuse_update": False},
-    "offload all, fused": {"offload": "all", "fuse_update": True},
+    "in memory": {"fuse_update": False, "policy": "everything"},
+    "jax.checkpoint": {"fuse_update": False},
+    "jax.checkpoint, fused": {"fuse_update": True},
+    "offload activations": {"activations_in": "host", "fuse_update": False},
+    "offload params": {"params_in": "host", "activations_in": "device", "fuse_update": False},
+    "offload all": {"params_in": "host", "fuse_update": False},
+    "offload all, fused": {"params_in": "host", "fuse_update": True},
 }
 STEPS = 1000  # of a schedule; its length does not change the memory of a step
-_PLACES: dict[tuple[str, str], Any] = {
-    ("device", "device"): "none",
-    ("host", "device"): "activations",
-    ("device", "host"): "params",
-    ("host", "host"): "all",
-}
 
 
 def read_model(config: FinetuneConfig) -> DecoderConfig:
@@ -78,7 +72,7 @@ def forms(config: FinetuneConfig, given: Collection[str], num_devices: int = 1) 
         num_devices: The number of devices.
     """
     changes = FORMS
-    if {"offload", "fuse_update"} & {*given}:
+    if {"params_in", "activations_in", "fuse_update"} & {*given}:
         changes = {AS_GIVEN: {}}
     elif config.on_nan == "skip":  # which a fused update does not support
         changes = {name: form for name, form in FORMS.items() if not form["fuse_update"]}
@@ -130,11 +124,11 @@ def memory_choices(config: FinetuneConfig, given: set[str], num_devices: int = 1
         given: The names of the options that must keep their values.
         num_devices: The number of devices.
     """
-    # Those that need the most memory come first. `activations` and `params` together are `offload`.
+    # Those that need the most memory come first.
     options: dict[str, tuple[Any, ...]] = {
         "policy": ("everything", "dots", "recompute"),
-        "activations": ("device", "host"),
-        "params": ("device", "host"),
+        "activations_in": ("device", "host"),
+        "params_in": ("device", "host"),
         "num_microbatches": (1, 2, 4, 8),
         "mlp_chunk_size": (None, 1024),
     }
@@ -146,16 +140,18 @@ def memory_choices(config: FinetuneConfig, given: set[str], num_devices: int = 1
     fuses = config.fuse_update or "fuse_update" not in given
 
     def change(
-        activations: str, params: str, mlp_chunk_size: int | None, **values: Any
+        params_in: Any, activations_in: Any, mlp_chunk_size: int | None, **values: Any
     ) -> FinetuneConfig | None:
         if "mlp_chunk_size" not in given and (mlp_chunk_size or 0) >= config.max_length:
             return None  # the same as None
         fuse_update = fuses and config.on_nan != "skip"
-        offload = _PLACES[activations, params]
+        if activations_in == params_in and "activations_in" not in given:
+            activations_in = None  # the default, which no command needs
         try:
             changed = dataclasses.replace(
                 config,
-                offload=offload,
+                params_in=params_in,
+                activations_in=activations_in,
                 fuse_update=fuse_update,
                 mlp_chunk_size=mlp_chunk_size,
                 **values,
@@ -170,8 +166,8 @@ def memory_choices(config: FinetuneConfig, given: set[str], num_devices: int = 1
     # All policies keep the inputs of the layers.
     residuals = model.num_hidden_layers * tokens * model.hidden_size * dtype.itemsize
 
-    def min_bytes(activations: str, **_: Any) -> tuple[int, int]:
-        return (0, residuals) if activations == "host" else (residuals // num_devices, 0)
+    def min_bytes(activations_in: str, **_: Any) -> tuple[int, int]:
+        return (0, residuals) if activations_in == "host" else (residuals // num_devices, 0)
 
     def step(config: FinetuneConfig) -> tuple[Any, ...]:
         return training_step(config, num_devices, model)

@@ -68,16 +68,16 @@ def test_residuals_hold_parameters_once(layer, num_slices, num_microbatches, com
     assert {shape[-2] for shape in +shapes} == {ROWS // num_microbatches}
 
 
-@vary(("activations", "policy"), [("host", POLICIES["names"]), ("device", OFFLOADED)])
-def test_activations_sets_memory_of_residuals(activations, policy):
+@vary(("activations_in", "policy"), [("host", POLICIES["names"]), ("device", OFFLOADED)])
+def test_activations_in_sets_memory_of_residuals(activations_in, policy):
     """The option takes precedence over the policy."""
     options = {"num_slices": 2, "num_microbatches": 2}
-    apply = offloaded(named, policy=policy, activations=activations, **options)
+    apply = offloaded(named, policy=policy, activations_in=activations_in, **options)
     pull_back = lambda apply: jax.jit(lambda w, x: jax.vjp(apply, w, x)[1])  # noqa: E731
     pull = pull_back(apply)(to_host(params()), inputs())
     shapes = {a.shape for a in jax.tree.leaves(params())}
     residuals = [a for a in jax.tree.leaves(pull) if a.ndim > 1 and a.shape not in shapes]
-    assert kinds(residuals) == {"pinned_host" if activations == "host" else "device"}
+    assert kinds(residuals) == {"pinned_host" if activations_in == "host" else "device"}
     cotangent = jnp.ones((ROWS, WIDTH))
     got = jax.jit(lambda pull: pull(cotangent))(pull)
     plain = lambda w, x: in_memory(named, w, x, None, 2)  # noqa: E731

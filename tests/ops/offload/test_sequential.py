@@ -54,7 +54,7 @@ LAYERS = [fork, join, dense]
     [
         ({"num_slices": 2}, 2, "everything", "cpu"),
         ({}, 1, "recomputed", "tpu"),
-        ({"num_slices": 2, "activations": "device"}, 2, "dots", "tpu"),
+        ({"num_slices": 2, "activations_in": "device"}, 2, "dots", "tpu"),
         ({"params_in": "device"}, 1, "recomputed", "cpu"),
     ],
     ids=str,

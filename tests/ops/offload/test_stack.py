@@ -41,8 +41,13 @@ from tests.tiers import vary
         {},
         {"prefetch": 0, "num_microbatches": 4},
         {"prefetch": 3, "num_slices": 2, "resident_slices": 2, "policy": "dots"},
-        {"activations": "device", "grads": "device", "num_microbatches": 4, "policy": "everything"},
-        {"params_in": "device", "grads": "host", "policy": "everything"},
+        {
+            "activations_in": "device",
+            "grads_in": "device",
+            "num_microbatches": 4,
+            "policy": "everything",
+        },
+        {"params_in": "device", "grads_in": "host", "policy": "everything"},
     ],
     ids=str,
 )

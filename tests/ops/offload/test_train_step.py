@@ -80,8 +80,8 @@ OPTIONS = {
     "apart": APART,
     "no prefetch": {"prefetch": 0},
     "saved": {**MICROBATCHES, "policy": POLICIES["dots"]},
-    "activations on the device": {**MICROBATCHES, "activations": "device", "prefetch": 3},
-    "only activations on the host": {"params_in": "device", "activations": "host"},
+    "activations on the device": {**MICROBATCHES, "activations_in": "device", "prefetch": 3},
+    "only activations on the host": {"params_in": "device", "activations_in": "host"},
     "others on the host": OTHERS_ON_HOST,
     "clipped": {**CLIPPED, **APART},
     "scaled, clipped by previous": {

@@ -147,13 +147,13 @@ def by_hand(clip_norm=None, name="adamw"):
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    "offloaded, microbatches": dict(offload="all", fuse_update=True, num_microbatches=2),
+    "offloaded, microbatches": dict(params_in="host", fuse_update=True, num_microbatches=2),
     "sharded": dict(devices=4, mesh="data=2,fsdp=2", fuse_update=True),
-    "sharded on the host": dict(devices=2, mesh="fsdp=2", offload="all", fuse_update=True),
+    "sharded on the host": dict(devices=2, mesh="fsdp=2", params_in="host", fuse_update=True),
     "recomputed": {},
     "residuals kept": dict(policy="everything", on_nan="skip"),
-    "activations": dict(offload="activations", policy="dots", mlp_chunk_size=5),
-    "params": dict(offload="params", num_microbatches=4),
+    "activations": dict(activations_in="host", policy="dots", mlp_chunk_size=5),
+    "params": dict(params_in="host", activations_in="device", num_microbatches=4),
 }
 
 
@@ -171,7 +171,7 @@ def test_steps_match_optax(form):
     assert_like_optax(make_learner(**FORMS[form]), rtol=2e-5, atol=2e-4)
 
 
-@vary("form", [dict(offload="all", fuse_update=True), {}])
+@vary("form", [dict(params_in="host", fuse_update=True), {}])
 def test_muon_orthogonalizes_the_matrix_of_each_layer(form):
     assert_like_optax(make_learner(optimizer="muon", **form), rtol=1e-4, atol=1e-3, name="muon")
     assert abs(by_hand(name="muon")[0][-1] - by_hand()[0][-1]) > 1e-2
@@ -183,14 +183,16 @@ def test_offloaded_master_copies_equal_those_in_memory(optimized, name):
     """Muon and 8-bit moments, with parameters of 24 bits, to the bit."""
     options: dict[str, Any] = dict(optimizer=name, param_dtype="bfloat16-24", fuse_update=True)
     (losses, state), (want, in_memory) = (
-        train(make_learner(offload=offload, **options)) for offload in ("all", "none")
+        train(make_learner(params_in=place, **options)) for place in ("host", "device")
     )
     assert losses == want
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(in_memory))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [dict(offload="params"), dict(devices=2, mesh="fsdp=2")])
+@pytest.mark.parametrize(
+    "options", [dict(params_in="host", activations_in="device"), dict(devices=2, mesh="fsdp=2")]
+)
 def test_clips_by_the_norm_of_all_gradients(options):
     # Adam divides by the size of the gradients: a constant factor matters only next to epsilon.
     losses, _ = train(make_learner(clip_norm=1e-7, **options))
@@ -204,7 +206,7 @@ def test_clips_by_the_norm_of_the_previous_step():
     assert 0 < float(state.model.grad_norm) < np.inf
 
 
-@vary("options", [dict(offload="all", fuse_update=True), dict(devices=2, mesh="fsdp=2")])
+@vary("options", [dict(params_in="host", fuse_update=True), dict(devices=2, mesh="fsdp=2")])
 def test_trains_adapters_only(options):
     learner = make_learner(lora=2, lora_alpha=6.0, **options)
     state = learner.initial_state(*random_params(learner))
@@ -241,7 +243,7 @@ def initial_state(learner, *arrays):
 @pytest.mark.parametrize(
     "options",
     [
-        dict(offload="all", fuse_update=True),
+        dict(params_in="host", fuse_update=True),
         dict(policy="everything"),
         dict(devices=2, mesh="fsdp=2"),
     ],
@@ -285,9 +287,9 @@ def test_adapters_add_their_product():
 
 
 QUANTIZED_FORMS: list[dict[str, Any]] = [
-    dict(offload="all", fuse_update=True),
+    dict(params_in="host", fuse_update=True),
     dict(policy="dots", mlp_chunk_size=5),
-    dict(devices=2, mesh="fsdp=2", offload="params"),
+    dict(devices=2, mesh="fsdp=2", params_in="host", activations_in="device"),
     dict(policy="everything", num_microbatches=2),
 ]
 
@@ -324,7 +326,7 @@ def test_a_quantized_base_is_that_of_its_dequantized_weights(form, options, x64)
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9 * np.abs(want).max())
 
 
-OFFLOADED: dict[str, Any] = dict(param_dtype="bfloat16", offload="all", fuse_update=True)
+OFFLOADED: dict[str, Any] = dict(param_dtype="bfloat16", params_in="host", fuse_update=True)
 
 
 @pytest.mark.exhaustive

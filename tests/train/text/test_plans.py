@@ -14,7 +14,7 @@ from effjax.train.text.tiny import SIZES
 from tests.tiers import vary
 from tests.train.text.small import finetune_task, tiny_base, write_config
 
-PLACES: dict[str, Any] = dict(policy="recompute", activations="device", params="host")
+PLACES: dict[str, Any] = dict(policy="recompute", activations_in="device", params_in="host")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def config(tmp_path_factory):
     return FinetuneConfig(checkpoint=str(file), max_length=32, batch_size=4)
 
 
-QUANTIZED = dict(offload="all", lora=2, quantize="nf4")
+QUANTIZED = dict(params_in="host", lora=2, quantize="nf4")
 
 
 @vary("form", [QUANTIZED, *FORMS.values()])
@@ -36,7 +36,7 @@ def test_a_step_of_each_form(config, form):
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     assert loss.shape == ()
     layers = state.model.layers
-    kind = "pinned_host" if form.offload in ("params", "all") else "device"
+    kind = "pinned_host" if form.params_in == "host" else "device"
     assert {a.sharding.memory_kind for a in layers.values()} == {kind}
     # A quantized step has codes in place of weights.
     codes = [str(a.dtype) for name, a in layers.items() if name.endswith("_proj.weight.codes")]
@@ -62,7 +62,8 @@ def test_memory_choices(config):
         return choices.change(**PLACES, mlp_chunk_size=chunk, num_microbatches=count)
 
     chosen = change(count=2)
-    assert chosen.fuse_update and (chosen.offload, chosen.num_microbatches) == ("params", 2)
+    assert chosen.fuse_update and chosen.num_microbatches == 2
+    assert (chosen.params_in, chosen.activations_in) == ("host", "device")
     _, state, *_ = memory_choices(config, set()).training_step(chosen)
     assert state.model.layers["mlp.up_proj.weight"].sharding.memory_kind == "pinned_host"
     assert change(count=3) is None  # does not divide the batch
@@ -75,7 +76,7 @@ def test_memory_choices(config):
 def test_memory_choices_of_several_devices(config):
     choices = memory_choices(config, set(), num_devices=2)
     chosen = choices.change(**PLACES, num_microbatches=1, mlp_chunk_size=None)
-    assert chosen.fuse_update and chosen.offload == "params"
+    assert chosen.fuse_update and chosen.activations_in == "device"
     _, state, *_ = choices.training_step(chosen)
     assert {a.sharding.mesh.size for a in jax.tree.leaves(state)} == {2}
     assert choices.change(**PLACES, num_microbatches=2, mlp_chunk_size=None) is None
@@ -85,9 +86,9 @@ def test_min_bytes(config):
     size = 2 * 4 * 32 * 32 * 2  # inputs of the layers, in bfloat16
     one, four = (memory_choices(config, set(), n).min_bytes for n in (1, 4))
     assert one is not None and four is not None
-    assert one(activations="device") == (size, 0)
-    assert four(activations="device") == (size // 4, 0)
-    assert one(activations="host") == (0, size)
+    assert one(activations_in="device") == (size, 0)
+    assert four(activations_in="device") == (size // 4, 0)
+    assert one(activations_in="host") == (0, size)
 
 
 def test_smaller_configs(config):

@@ -145,9 +145,9 @@ def test_dropout_resumes_exactly(base, tmp_path):
 @pytest.mark.parametrize(
     ("plain", "form"),
     [
-        (dict(clip_norm=0), dict(offload="all", fuse_update=True, num_microbatches=4)),
+        (dict(clip_norm=0), dict(params_in="host", fuse_update=True, num_microbatches=4)),
         (dict(), dict(devices=2, mesh="fsdp=2", policy="everything", mlp_chunk_size=8)),
-        (dict(packing=False), dict(offload="activations")),
+        (dict(packing=False), dict(activations_in="host")),
     ],
 )
 def test_forms_of_the_step(base, tmp_path, plain, form):

@@ -81,7 +81,7 @@ def test_an_export_that_was_killed_is_completed(trained, tmp_path):
 def test_bfloat16_resumes_exactly(base, tmp_path):
     """The random numbers of stochastic rounding and 8-bit moments are part of the state."""
     options = dict(
-        param_dtype="bfloat16", optimizer="adamw8bit", offload="all", fuse_update=True,
+        param_dtype="bfloat16", optimizer="adamw8bit", params_in="host", fuse_update=True,
         num_microbatches=2, mlp_chunk_size=8, steps=3, keep=3,
     )  # fmt: skip
     run, _ = check_resume(CachedTask(finetune_task(base, **options)), tmp_path)
@@ -94,7 +94,14 @@ def test_bfloat16_resumes_exactly(base, tmp_path):
 def test_a_run_of_adapters(base, tmp_path, quantize, codes):
     """It resumes exactly, changes nothing else, shows samples, and exports the adapter."""
     (tmp_path / "prompts.txt").write_text("2 + 3?\n")
-    options = dict(lora=2, lora_alpha=3, lora_dropout=0.25, quantize=quantize, offload="params")
+    options = dict(
+        lora=2,
+        lora_alpha=3,
+        lora_dropout=0.25,
+        quantize=quantize,
+        params_in="host",
+        activations_in="device",
+    )
     prompts = dict(sample_prompts=str(tmp_path / "prompts.txt"), sample_tokens=2)
     task = CachedTask(finetune_task(base, **options, **prompts, steps=2, keep=3))
     before = jax.device_get(task.initial_state().model)
@@ -120,12 +127,12 @@ def test_a_run_of_adapters(base, tmp_path, quantize, codes):
     assert config["base_model_name_or_path"] == str(base.resolve())
     assert config["lora_dropout"] == 0.25
     model = find_model(run.path, None, TODAY)
-    layers, *_ = model.load(offload=False)  # the base as it is, with the adapter
+    layers, *_ = model.load("device")  # the base as it is, with the adapter
     expected = load_checkpoint(base, *decoder_shapes(model.config))[0] | exported
     assert_equal({name: layers[name] for name in expected}, expected)
 
 
-@vary("form", [{}, {"lora": 2, "offload": "params"}])
+@vary("form", [{}, {"lora": 2, "params_in": "host", "activations_in": "device"}])
 def test_samples(base, tmp_path, form):
     """The record of a validation has the texts that the model generates at this step."""
     prompts = tmp_path / "prompts.txt"
@@ -138,7 +145,7 @@ def test_samples(base, tmp_path, form):
     assert [sample["prompt"] for sample in last] == ["2 + 3?", "Is it a longer prompt?"]
     assert first != last
     model = find_model(run.path, None, TODAY)
-    layers, others, scale = model.load(offload=False)
+    layers, others, scale = model.load("device")
     prompt, ends = encode(model, "2 + 3?", None, chat=True)
     tokens, lengths = generate(
         model.config, layers, others, np.array([prompt]), max_new_tokens=7,
