@@ -19,11 +19,15 @@ PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 def examine() -> dict[str, Any]:
     """Return the report as JSON-serializable data. Initializes the JAX backend."""
+    from ..native import defaults
+
     devices, backend_error = _describe_devices()
     software, extras = _describe_software(), missing_by_extra()
     on_gpu = any(device["platform"] == "gpu" for device in devices)
     plugins = list(software["cuda_plugins"])
-    advice = _advise_on_sums() if on_gpu else _advise_on_gpus(plugins, extras)
+    advice: list[str | None] = (
+        [defaults.describe_slow_sums()] if on_gpu else [*_advise_on_gpus(plugins, extras)]
+    )
     advice += [
         f"to install {extra} (missing: {', '.join(missing)}): {install_command(extra)}"
         for extra, missing in extras.items()
@@ -38,7 +42,7 @@ def examine() -> dict[str, Any]:
         "extras": {
             extra: "missing" if missing else "installed" for extra, missing in extras.items()
         },
-        "advice": advice,
+        "advice": list(filter(None, advice)),
     }
 
 
@@ -58,12 +62,6 @@ def _format_software(report: dict[str, Any]) -> list[str]:
         f"effjax {report['effjax']}, Python {report['python']}, {report['platform']}",
         "packages: " + ", ".join(f"{name} {v or 'missing'}" for name, v in packages.items()),
     ]
-
-
-def _advise_on_sums() -> list[str]:
-    from ..native import defaults
-
-    return [text] if (text := defaults.describe_slow_sums()) else []
 
 
 def format_lines(report: dict[str, Any]) -> list[str]:

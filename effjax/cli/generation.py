@@ -78,12 +78,12 @@ class GenerationOptions:
         """Load the parameters as `TextModel.load` does, with a bar on a terminal."""
         from rich.console import Console
 
-        from ..train.report import LoadBar
+        from ..train.report import load_bar
         from ..train.text.model import generation_mesh
 
         # On stderr, because stdout may be a pipe that gets the text.
-        with LoadBar(Console(stderr=True)) as bar:
-            return model.load(self.params_in, bar.update, generation_mesh(self.mesh))
+        with load_bar(Console(stderr=True)) as update:
+            return model.load(self.params_in, update, generation_mesh(self.mesh))
 
     def sampling(self, model: "TextModel", max_tokens: int, stop_tokens: set[int]) -> "Options":
         """Return the options of `effjax.models.generate`; raise TrainError."""

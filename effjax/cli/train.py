@@ -152,12 +152,12 @@ def train_on_text(given: Mapping[str, Any]) -> None:
         config, size = config.resolve(), make_mesh(config.mesh).size
         choices = memory_choices(config, set(request.given), size)
         config = fit_config(config, request.given, fit, choices, size, console)
-    from ..train.report import LoadBar, print_line, print_table
+    from ..train.report import load_bar, print_line, print_table
     from ..train.text.report import describe, result_rows
     from ..train.text.task import prepare
 
-    with LoadBar(console) as load_bar:
-        task = prepare(config, load_progress=load_bar.update, resume=request.resume)
+    with load_bar(console) as update:
+        task = prepare(config, load_progress=update, resume=request.resume)
         run, result = train(request, task, describe(task), console, "--fit, or --params-in host")
     print_table(console, result_rows(result))
     print_line(console, f"written: {run.path / result.exported}")

@@ -1,7 +1,8 @@
 """The output of a run, the same for all tasks: lines, a bar on a terminal, a final table."""
 
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from rich.console import Console
 from rich.progress import (
@@ -113,29 +114,20 @@ class ConsoleProgress(Progress):
             self.bar.stop()
 
 
-class LoadBar:
-    """A bar with the bytes that were read, on a terminal only. Use it as a context manager."""
+@contextlib.contextmanager
+def load_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of numbers of bytes, read and in all; it shows a bar on a terminal."""
+    columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    bar = Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("", total=None)
 
-    def __init__(self, console: Console):
-        self.bar: Bar | None = None
-        self.console = console
+    def update(done: int, total: int) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total)
+        if done == total:  # what follows may take hours
+            bar.stop()
 
-    def update(self, done: int, total: int) -> None:
-        """Show numbers of bytes; remove the bar at the end."""
-        if not self.console.is_terminal:
-            return
-        if self.bar is None:
-            columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-            self.bar = Bar(*columns, console=self.console, transient=True)
-            self.bar.add_task("", total=total)
-            self.bar.start()
-        self.bar.update(self.bar.task_ids[0], completed=done)
-        if done == total:
-            self.bar.stop()
-
-    def __enter__(self) -> "LoadBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+    try:
+        yield update
+    finally:
+        bar.stop()
