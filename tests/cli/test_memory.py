@@ -312,8 +312,6 @@ def test_errors_name_the_users_line(run_memory, function, line, message):
 def test_a_form_that_cannot_be_compiled(run_memory):
     code, out, _ = run_memory("step", "own_step:refused")
     assert code == 0 and "top_k: the compiler for NVIDIA H200 141GB HBM3e ended with exit" in out
-    code, out, _ = run_memory("step", "own_step:refused", "--json")
-    assert code == 0 and "ended with exit code" in json.loads(out)["top_k"]["error"]
 
 
 def test_names_of_targets():

@@ -28,10 +28,10 @@ def train(mesh8):
     """Return a function that takes three steps, and returns losses and the final state."""
     first = None
 
-    def train(parallel, num_devices=8):
+    def train(parallel, num_devices=8, mesh=None):
         nonlocal first
         config = DenseNetRunConfig(
-            batch_size=32, learning_rate=0.02, parallel=parallel, epochs=2, validation=0
+            batch_size=32, learning_rate=0.02, parallel=parallel, epochs=2, validation=0, mesh=mesh
         )
         with pytest.MonkeyPatch.context() as patch:
             # Dropout would draw by device.
@@ -40,13 +40,15 @@ def train(mesh8):
             task = prepare(config, [*mesh8.devices.flat][:num_devices], small.dataset(train=100))
         step = task.make_step()
         first = first or jax.device_get(task.initial_state())
-        state, losses = jax.device_put(first, replicated(task.mesh)), []
+        places = jax.tree.map(lambda like: like.sharding, task.shapes())
+        state, losses = jax.device_put(first, places), []
         for batch in task.local_batches(epoch=1):
             before = jax.tree.leaves(state.params)[0]
             state, metrics = step(state, batch, jax.random.key(0))
             assert before.is_deleted()  # donated
             losses.append([float(metrics.loss), int(metrics.correct)])
-        assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state))
+        is_split = [not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state)]
+        assert any(is_split) == ("fsdp" in task.mesh.shape)
         assert len(losses) == int(state.step) == 3
         return losses, jax.device_get(state)
 
@@ -58,9 +60,13 @@ def on_one_device(train):
     return train("jit", 1)
 
 
-@pytest.mark.parametrize("way", ["jit", "shard_map", "pmap"])
-def test_three_ways_take_the_same_steps(train, on_one_device, way):
-    (losses, state), (expected_losses, expected) = train(way), on_one_device
+@pytest.mark.parametrize(
+    ("way", "mesh"),
+    [("jit", None), ("shard_map", None), ("pmap", None), ("jit", "data=2,fsdp=4")],
+)
+def test_all_ways_take_the_same_steps(train, on_one_device, monkeypatch, way, mesh):
+    monkeypatch.setattr("effjax.train.mesh.SMALL", 1)  # split all parameters that can be
+    (losses, state), (expected_losses, expected) = train(way, mesh=mesh), on_one_device
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 2e-5), state, expected)
 
