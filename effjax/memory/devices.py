@@ -240,10 +240,7 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{description}"
 """
     links = nvlinks * _nvlink_rate(capability)
-    rates = _gpu_rates(
-        bf16, f32, f64=f64, f8=f8, s8=s8, memory=bandwidth, host_link=host_link,
-        interconnect=links or host_link,
-    )  # fmt: skip
+    rates = _make_rates(_gpu_products(bf16, f32, f64, f8, s8), bandwidth, host_link, links)
     return Target(name, description, memory_bytes, config, rates=rates)
 
 
@@ -252,53 +249,46 @@ def _nvlink_rate(capability: tuple[int, int]) -> float:
     return 50e9 if capability >= (10, 0) else 25e9
 
 
-def _gpu_rates(
-    bf16: float,
-    f32: float,
-    *,
-    f64: float,
-    f8: float | None = None,
-    s8: float | None = None,
-    memory: float,
-    host_link: float,
-    interconnect: float,
-) -> Rates:
-    """Return the rates of a GPU; products in TFLOP/s, as in `_gpu`."""
-    tera = {
+def _gpu_products(
+    bf16: float, f32: float, f64: float, f8: float | None, s8: float | None = None
+) -> dict[str, float]:
+    """Return the TFLOP/s of products on a GPU; the arguments are those of `_gpu`."""
+    return {
         "f8": f8 or bf16, "s8": s8 or 2 * bf16, "bf16": bf16, "f16": bf16, "f32": bf16 / 2,
         "f32_highest": f32, "f64": f64,
     }  # fmt: skip
-    flops = {dtype: rate * 1e12 for dtype, rate in tera.items()}
-    return Rates(flops, memory, host_link, host_link, interconnect)
+
+
+def _make_rates(
+    products: Mapping[str, float], memory: float, host_link: float, interconnect: float
+) -> Rates:
+    flops = {dtype: rate * 1e12 for dtype, rate in products.items()}
+    return Rates(flops, memory, host_link, host_link, interconnect or host_link)
 
 
 def _tpu(
     generation: str,
     *,
     memory_gib: float,
-    chip_host_gb: int,
-    bf16: float,
+    chip_host_gb: int,  # GB of the host's memory per chip; all else is per device
+    bf16: float,  # TFLOP/s
     s8: float,
     f8: float,
-    bandwidth: float,
+    bandwidth: float,  # bytes per second
     host_link: float,
     interconnect: float,
     devices_per_chip: int = 1,
 ) -> Target:
-    """Return a TPU from figures per device, and GB of the host's memory per chip.
-
-    Products are in TFLOP/s, bandwidths in bytes per second. float32 products take one pass of
-    bfloat16 at JAX's default precision, and six at the highest.
-    """
-    tera = {
+    """Return a TPU from its published figures."""
+    # float32 products take one pass of bfloat16 at JAX's default precision, six at the highest.
+    products = {
         "f8": f8, "s8": s8, "bf16": bf16, "f16": bf16, "f32": bf16, "f32_highest": bf16 / 6,
     }  # fmt: skip
-    flops = {dtype: rate * 1e12 for dtype, rate in tera.items()}
     return Target(
         generation, "TPU7x" if generation == "tpu7x" else f"TPU {generation}",
         int(memory_gib * 2**30), generation, "tpu", devices_per_chip,
         chip_host_gb * 10**9 // devices_per_chip,
-        Rates(flops, bandwidth, host_link, host_link, interconnect),
+        _make_rates(products, bandwidth, host_link, interconnect),
     )  # fmt: skip
 
 
@@ -442,10 +432,7 @@ def _rates_from_config(target: Target) -> Rates:
     known = max((c for c in _TENSOR_FLOPS if c <= capability), default=min(_TENSOR_FLOPS))
     clocks = figures["core_count"] * figures["clock_rate_ghz"] / 1e3  # TFLOP/s of one FLOP a clock
     bf16, f32 = clocks * _TENSOR_FLOPS[known], clocks * 2 * figures["fpus_per_core"]
-    host_link = figures["pcie_bandwidth"]
     links = (read_figure(target, "active_links") or 0) * _nvlink_rate(capability)
-    return _gpu_rates(
-        bf16, f32, f8=2 * bf16 if capability >= (8, 9) else None,
-        f64=f32 * _F64_FRACTIONS.get(capability, 1 / 64),
-        memory=figures["memory_bandwidth"], host_link=host_link, interconnect=links or host_link,
-    )  # fmt: skip
+    f8 = 2 * bf16 if capability >= (8, 9) else None
+    products = _gpu_products(bf16, f32, f32 * _F64_FRACTIONS.get(capability, 1 / 64), f8)
+    return _make_rates(products, figures["memory_bandwidth"], figures["pcie_bandwidth"], links)

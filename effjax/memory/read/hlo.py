@@ -103,20 +103,22 @@ class HloModule:
             computation, times = todo.pop()
             for instruction in self.computations[computation]:
                 yield instruction, times
-                text = instruction.attributes
+                names, trips = self.nested(instruction), 1
                 if instruction.opcode == "while":
                     trips = self.trip_count(instruction)
-                    count = times * (1 if trips is None else trips)
-                    todo += [(name, count) for name in _called(text, "body", "condition")]
-                elif instruction.opcode == "conditional":
-                    branches = re.search(r"branch_computations=\{([^}]*)\}", text)
-                    names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
-                    names += _called(text, "true_computation", "false_computation")
-                    todo += [(name, times) for name in names]
-                elif instruction.opcode == "call":
-                    todo += [(name, times) for name in _called(text, "to_apply")]
                 elif fusions and instruction.opcode in ("fusion", "fusion-start", "async-start"):
-                    todo += [(name, times) for name in _called(text, "calls")]
+                    names = called(instruction, "calls")
+                todo += [(name, times * (1 if trips is None else trips)) for name in names]
+
+    def nested(self, instruction: Instruction) -> list[str]:
+        """Return the computations that a loop, a conditional or a call executes."""
+        if instruction.opcode == "while":
+            return called(instruction, "body", "condition")
+        if instruction.opcode == "conditional":
+            branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
+            names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
+            return names + called(instruction, "true_computation", "false_computation")
+        return called(instruction, "to_apply") if instruction.opcode == "call" else []
 
     def trip_count(self, loop: Instruction) -> int | None:
         """Return the number of iterations of a while loop, or None if it is unknown."""
@@ -125,10 +127,10 @@ class HloModule:
             return int(trips[1])
         # The compiler for TPUs does not state it, nor that for GPUs if the bound is in the state of
         # the loop. A scan compares its counter with a constant.
-        root = self.computations[_called(loop.attributes, "condition")[0]][-1]
+        root = self.computations[called(loop, "condition")[0]][-1]
         compare, names = root, operand_names(root)
         if root.opcode == "fusion":
-            compare = self.computations[_called(root.attributes, "calls")[0]][-1]
+            compare = self.computations[called(root, "calls")[0]][-1]
             inputs = [self.instructions[name] for name in operand_names(compare)]
             if any(a.opcode != "parameter" for a in inputs):
                 return None
@@ -144,7 +146,7 @@ class HloModule:
 
     def _increment(self, counter: str, loop: Instruction) -> int | None:
         """Return what an iteration adds to the counter of a loop; None if it is not constant."""
-        root = self.computations[_called(loop.attributes, "body")[0]][-1]
+        root = self.computations[called(loop, "body")[0]][-1]
         index = _tuple_index(self._without_copies(counter))
         if index is None or root.opcode != "tuple":
             return 1
@@ -365,8 +367,9 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _called(attributes: str, *kinds: str) -> list[str]:
-    return re.findall(rf"\b(?:{'|'.join(kinds)})=%?([\w.\-]+)", attributes)
+def called(instruction: Instruction, *kinds: str) -> list[str]:
+    """Return the computations that an instruction names by attributes of some kinds."""
+    return re.findall(rf"\b(?:{'|'.join(kinds)})=%?([\w.\-]+)", instruction.attributes)
 
 
 def _stack_frames(hlo: str) -> dict[int, tuple[str, int]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from ..devices import Rates
@@ -89,11 +89,8 @@ class _Totals:
     memory_bytes: int = 0
     sent: Counter[Channel] = dataclasses.field(default_factory=Counter)  # bytes
     compute_seconds: float = 0.0
-    waits: dict[Channel, float] = dataclasses.field(
-        default_factory=lambda: dict.fromkeys(
-            ("to_device", "to_host", "interconnect", "memory"), 0.0
-        )
-    )
+    # Seconds; a wait for device memory is that of a prefetch to memory on the chip.
+    waits: dict[Channel, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     unknown_kernels: Counter[str] = dataclasses.field(default_factory=Counter)
     unknown_loops: int = 0
 
@@ -134,27 +131,18 @@ class _Scheduler:
 
     def run_nested(self, instruction: Instruction) -> _Totals | None:
         """Return the totals of a loop, a conditional or a call; None for other instructions."""
-        text = instruction.attributes
-        if instruction.opcode == "while":
-            count = self.module.trip_count(instruction)
-            total = _Totals(unknown_loops=int(count is None))
-            for name in re.findall(r"\b(?:body|condition)=%?([\w.\-]+)", text):
-                total.add(self.run(name), 1 if count is None else count)
-            return total
-        if instruction.opcode == "conditional":  # the longest branch
-            branches = re.search(r"branch_computations=\{([^}]*)\}", text)
-            names = re.findall(r"[\w.\-]+", branches[1]) if branches else []
-            names += re.findall(r"\b(?:true|false)_computation=%?([\w.\-]+)", text)
+        opcode, names = instruction.opcode, self.module.nested(instruction)
+        if opcode not in ("while", "conditional", "call"):
+            return None
+        if opcode == "conditional":  # the longest branch
             return max((self.run(name) for name in names), key=lambda t: t.seconds)
-        if instruction.opcode == "call":
-            total = _Totals()
-            if '_xla_compute_type="host"' in text:
-                total.unknown_kernels["computation on the host"] += 1
-                return total
-            for name in re.findall(r"\bto_apply=%?([\w.\-]+)", text):
-                total.add(self.run(name))
-            return total
-        return None
+        if opcode == "call" and '_xla_compute_type="host"' in instruction.attributes:
+            return _Totals(unknown_kernels=Counter(["computation on the host"]))
+        trips = self.module.trip_count(instruction) if opcode == "while" else 1
+        total = _Totals(unknown_loops=int(trips is None))
+        for name in names:
+            total.add(self.run(name), 1 if trips is None else trips)
+        return total
 
 
 class _Timeline:
@@ -169,9 +157,7 @@ class _Timeline:
         self.bandwidths = scheduler.bandwidths
         self.total = _Totals()
         self.now = 0.0
-        self.free: dict[Channel, float] = {
-            channel: 0.0 for channel in self.bandwidths
-        }  # when each channel is free
+        self.free: dict[Channel, float] = defaultdict(float)  # when each channel is free
         self.started: dict[str, dict[Channel, float]] = {}  # when it is ready, by the start's name
 
     def advance(self, instruction: Instruction) -> None:

@@ -17,6 +17,7 @@ from ..read.hlo import (
     HloModule,
     Instruction,
     arrays,
+    called,
     copied_arrays,
     elements,
     operand_names,
@@ -243,7 +244,7 @@ def _wrapped(instruction: Instruction) -> list[str]:
     """Return the computation that a fusion or an asynchronous start executes."""
     if instruction.opcode not in _WRAPPERS:
         return []
-    return re.findall(r"\b(?:calls|to_apply)=%?([\w.\-]+)", instruction.attributes)[:1]
+    return called(instruction, "calls", "to_apply")[:1]
 
 
 def _target(attributes: str) -> str:
