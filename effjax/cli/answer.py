@@ -46,24 +46,21 @@ def forms_report(rows: "Sequence[Row]", config: Any) -> "Report":
     from ..memory.render import Report, ReportTable, format_bytes, format_seconds
     from ..memory.results import recomputation_note
 
+    unit = "tokens/s" if isinstance(config, FinetuneConfig) else "images/s"
     cells, notes = [], []
     for row in rows:
         at_least, plan, rate = "" if row.plan else "≥ ", row.plan, row.items_per_second
-        cells.append([
-            row.name,
-            *(at_least * bool(size) + format_bytes(size) for size in row.bytes),
-            _describe_fit(row),
-            format_seconds(plan.step_seconds) if plan else "–",
-            f"{rate:.0f}" if rate else "–",
-            _describe_options(row, config),
-        ])  # fmt: skip
+        device, host = (at_least * bool(size) + format_bytes(size) for size in row.bytes)
+        cells.append({
+            "form": row.name, "device": device, "host": host, "fits": _describe_fit(row),
+            "step": format_seconds(plan.step_seconds) if plan else "–",
+            unit: f"{rate:.0f}" if rate else "–",
+            f"options of {command_line(config.COMMAND)}": _describe_options(row, config),
+        })  # fmt: skip
         if note := row.error or (plan and recomputation_note(plan)):
             notes.append(f"{row.name}: {note}")
-    unit = "tokens/s" if isinstance(config, FinetuneConfig) else "images/s"
-    options = f"options of {command_line(config.COMMAND)}"
-    header = ["form", "device", "host", "fits", "step", unit, options]
     title = f"{_describe_limits(rows[0].limits)}; times are modelled, at published peak rates"
-    return Report([ReportTable(header, cells, title)], note="\n".join(notes))
+    return Report([ReportTable(cells, title)], note="\n".join(notes))
 
 
 def phases_report(rows: "Sequence[Row]") -> "Report":
@@ -71,14 +68,13 @@ def phases_report(rows: "Sequence[Row]") -> "Report":
     from ..memory.render import Report, ReportTable, format_bytes
 
     cells = [
-        [
-            row.name, *map(format_bytes, row.phases.values()), row.largest_phase,
-            format_bytes(row.machine_bytes),
-        ]
+        {"form": row.name}
+        | {phase: format_bytes(size) for phase, size in row.phases.items()}
+        | {"largest": row.largest_phase, "machine": format_bytes(row.machine_bytes)}
         for row in rows
-    ]  # fmt: skip
+    ]
     title = "host memory of the phases of a run; the machine also has the process"
-    return Report([ReportTable(["form", *rows[0].phases, "largest", "machine"], cells, title)])
+    return Report([ReportTable(cells, title)])
 
 
 def batches_report(results: "Mapping[str, MaxBatch]") -> "Report":
@@ -86,15 +82,15 @@ def batches_report(results: "Mapping[str, MaxBatch]") -> "Report":
     from ..memory.render import Report, ReportTable, format_bytes
 
     cells = [
-        [
-            name,
-            str(result.batch_size) if result.batch_size else "none fits",
-            format_bytes(result.plan.peak_device_bytes),
-            ", ".join(map(str, sorted(result.tried))),
-        ]
+        {
+            "": name,
+            "largest batch": str(result.batch_size or "none fits"),
+            "peak": format_bytes(result.plan.peak_device_bytes),
+            "batches compiled": ", ".join(map(str, sorted(result.tried))),
+        }
         for name, result in results.items()
     ]
-    return Report([ReportTable(["", "largest batch", "peak", "batches compiled"], cells)])
+    return Report([ReportTable(cells)])
 
 
 def plans_reports(plans: "Comparison") -> "list[Report]":

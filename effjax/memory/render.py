@@ -5,7 +5,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_ROWS = 12  # of a table
@@ -37,23 +37,26 @@ def format_seconds(seconds: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ReportTable:
-    """A table of text cells with an optional title. Columns without any text are left out."""
+    """A table whose rows are texts by the name of their column, with an optional title."""
 
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, str]]
     title: str = ""
 
     @property
-    def columns(self) -> list[tuple[str, ...]]:
-        """The columns to print, each with its header."""
-        columns = zip(self.header, *self.rows, strict=True)
-        return [cells for cells in columns if any(cells[1:]) or not self.rows]
+    def columns(self) -> dict[str, list[str]]:
+        """The cells of each column that has any text."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        columns = {name: [row.get(name, "") for row in self.rows] for name in names}
+        return {name: cells for name, cells in columns.items() if any(cells)}
 
     def __str__(self) -> str:
         padded = []
-        for cells in self.columns:
-            width, pad = max(map(len, cells)), str.rjust if _is_numeric(cells) else str.ljust
-            padded.append([pad(cell, width) for cell in cells])
+        for name, cells in self.columns.items():
+            width, pad = (
+                max(map(len, [name, *cells])),
+                str.rjust if _is_numeric(cells) else str.ljust,
+            )
+            padded.append([pad(cell, width) for cell in [name, *cells]])
         lines = ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
         return "\n".join([self.title, *lines] if self.title else lines)
 
@@ -63,23 +66,26 @@ class ReportTable:
 
         title = Text(self.title, style="bold") if self.title else None
         table = rich.table.Table(title=title, title_justify="left")
-        for cells in self.columns:
+        for name, cells in self.columns.items():
             # Texts wrap at spaces only: a path or an operation that is too long is cut.
             is_number = _is_numeric(cells)
             justify = "right" if is_number else "left"
-            table.add_column(cells[0], justify=justify, no_wrap=is_number, overflow="ellipsis")
-        for row in zip(*(cells[1:] for cells in self.columns), strict=True):
+            table.add_column(name, justify=justify, no_wrap=is_number, overflow="ellipsis")
+        for row in zip(*self.columns.values(), strict=True):
             table.add_row(*map(Text, row))
         return table
 
 
-def _is_numeric(column: Sequence[str]) -> bool:
-    return all(_NUMBER.fullmatch(cell) for cell in column[1:])
+def _is_numeric(cells: Sequence[str]) -> bool:
+    return all(_NUMBER.fullmatch(cell) for cell in cells)
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A result as a headline, a note and tables; `is_ok=False` marks the headline in red."""
+    """A result as a headline, a note and tables; `is_ok=False` marks the headline in red.
+
+    Tables without rows are left out.
+    """
 
     tables: Sequence[ReportTable]
     headline: str = ""
@@ -88,7 +94,7 @@ class Report:
 
     def __str__(self) -> str:
         summary = "\n".join(filter(None, [self.headline, self.note]))
-        return "\n\n".join(filter(None, [summary, *map(str, self.tables)]))
+        return "\n\n".join(filter(None, [summary, *(str(t) for t in self.tables if t.rows)]))
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -97,7 +103,7 @@ class Report:
         style = "bold" if self.is_ok else "bold red"
         summary = [Text(self.headline, style=style)] if self.headline else []
         summary += [Text(self.note)] if self.note else []
-        return Group(*summary, *self.tables)
+        return Group(*summary, *(table for table in self.tables if table.rows))
 
 
 class Printable(abc.ABC):

@@ -140,25 +140,17 @@ class MemoryPlan(Printable):
         """Return the report to print, with `name` in its headline."""
         hints = _donation_note, _padding_note, _whole_update_note, recomputation_note
         return Report(
-            tables=[table for table in _plan_tables(self, max_rows) if table.rows],
+            tables=_plan_tables(self, max_rows),
             headline=f"{name}: {summarize(self)}" if name else summarize(self),
             note="\n".join(f"hint: {note}" for hint in hints if (note := hint(self))),
             is_ok=self.fits,
         )
 
     def plot(self, ax: Any = None, *, most: int = MAX_ROWS) -> Any:
-        """Draw the largest buffers at the peak as bars with matplotlib.
-
-        Args:
-            ax: matplotlib axes, or None for a new figure.
-            most: the largest number of bars.
-
-        Returns:
-            The axes.
-        """
+        """Draw at most `most` buffers at the peak as bars with matplotlib; return the axes."""
         bars = []
         for count, buffer in _group_buffers(self.peak_buffers)[:most]:
-            place = short_path(buffer.source) or _short_operation(buffer.operation)
+            place = short_path(buffer.source) or _short_operation(buffer)
             bars.append(Bar(f"{count}× {buffer.shape}  {place}", buffer.bytes, buffer.kind))
         ax = bar_chart(bars, ax, "device memory at the peak")
         ax.set_title(summarize(self).replace("; ", "\n"), fontsize="medium")
@@ -188,36 +180,33 @@ class Comparison(Printable, dict[str, MemoryPlan]):
     def report(self) -> Report:
         """Return the report to print: a table with a row per plan."""
         first = next((plan.peak_device_bytes for plan in self.values()), 0)
-        header = ["", "peak", "ratio", "arguments", "outputs", "temporaries", "host", "fits"]
         rows = [
-            [
-                name,
-                format_bytes(plan.peak_device_bytes),
-                f"{plan.peak_device_bytes / max(first, 1):.3f}",
-                format_bytes(plan.device.arguments),
-                format_bytes(plan.device.outputs - plan.device.aliased),
-                format_bytes(plan.device.temporaries),
-                format_bytes(plan.host.total),
-                "yes" if plan.fits else "no",
-            ]
+            {
+                "": name,
+                "peak": format_bytes(plan.peak_device_bytes),
+                "ratio": f"{plan.peak_device_bytes / max(first, 1):.3f}",
+                "arguments": format_bytes(plan.device.arguments),
+                "outputs": format_bytes(plan.device.outputs - plan.device.aliased),
+                "temporaries": format_bytes(plan.device.temporaries),
+                "host": format_bytes(plan.host.total),
+                "fits": "yes" if plan.fits else "no",
+            }
             for name, plan in self.items()
         ]
-        header_of_times = ["", "call", "products", "kernels", "from host", "to host", "collectives"]
         times = [
-            [
-                name,
-                format_seconds(plan.step_seconds),
-                format_number(plan.step_time.total_flops, FLOPS),
-                format_seconds(plan.step_time.compute_seconds),
-                format_seconds(plan.step_time.to_device_seconds),
-                format_seconds(plan.step_time.to_host_seconds),
-                format_seconds(plan.step_time.collective_seconds),
-            ]
-            for name, plan in self.items()
+            {
+                "": name,
+                "call": format_seconds(time.seconds),
+                "products": format_number(time.total_flops, FLOPS),
+                "kernels": format_seconds(time.compute_seconds),
+                "from host": format_seconds(time.to_device_seconds),
+                "to host": format_seconds(time.to_host_seconds),
+                "collectives": format_seconds(time.collective_seconds),
+            }
+            for name, time in ((name, plan.step_time) for name, plan in self.items())
         ]
         note = "\n".join(f"{name}: {error}" for name, error in self.errors.items())
-        tables = [ReportTable(header, rows), ReportTable(header_of_times, times, _TIMES)]
-        return Report(tables, note=note)
+        return Report([ReportTable(rows), ReportTable(times, _TIMES)], note=note)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw a bar per plan, by kind of memory, with matplotlib; return the axes."""
@@ -253,14 +242,10 @@ class MaxBatch(Printable):
         batch = self.batch_size
         title = f"batch {batch}" if batch else f"no batch fits, not even {min(self.tried)}"
         rows = [
-            [str(size), format_bytes(peak), "yes" if size <= batch else "no"]
-            for size, peak in sorted(self.tried.items())
+            {"batch": str(n), "peak": format_bytes(peak), "fits": "yes" if n <= batch else "no"}
+            for n, peak in sorted(self.tried.items())
         ]
-        return Report(
-            [ReportTable(["batch", "peak", "fits"], rows)],
-            headline=f"{title}: {summarize(self.plan)}",
-            is_ok=batch > 0,
-        )
+        return Report([ReportTable(rows)], f"{title}: {summarize(self.plan)}", is_ok=batch > 0)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw the peak of each batch size with matplotlib; return the axes."""
@@ -348,20 +333,16 @@ class OptionSearch(Printable):
         if not self.is_complete:
             notes.append("hint: the search ended at `max_compiles`; other options may be faster")
         rows = [
-            [
-                *map(str, _as_plain(trial.options).values()),
-                format_bytes(trial.peak_device_bytes), format_bytes(trial.peak_host_bytes),
-                format_seconds(trial.step_seconds), trial.result,
-            ]
+            {name: str(value) for name, value in _as_plain(trial.options).items()}
+            | {
+                "peak": format_bytes(trial.peak_device_bytes),
+                "host": format_bytes(trial.peak_host_bytes),
+                "step": format_seconds(trial.step_seconds),
+                "result": trial.result,
+            }
             for trial in shown
-        ]  # fmt: skip
-        header = [*self.trials[0].options, "peak", "host", "step", "result"]
-        return Report(
-            [ReportTable(header, rows)] if rows else [],
-            headline=headline,
-            note="\n".join(notes),
-            is_ok=self.plan is not None,
-        )
+        ]
+        return Report([ReportTable(rows)], headline, "\n".join(notes), self.plan is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,28 +367,20 @@ class ResidualReport(Printable):
     def report(self) -> Report:
         """Return the report to print: the total and the largest arrays."""
         rows = [
-            [format_bytes(size), f"{count}×", _array_name(shape, dtype)]
+            (size, count, _array_name(shape, dtype))
             for shape, dtype, count, size in self.arrays[:MAX_ROWS]
         ]
         if rest := self.arrays[MAX_ROWS:]:
-            size, count = sum(row[-1] for row in rest), sum(row[2] for row in rest)
-            rows.append([format_bytes(size), f"{count}×", "smaller ones"])
-        return Report(
-            [ReportTable(["bytes", "count", "shape"], rows)],
-            headline=f"{format_bytes(self.bytes)} kept for the backward pass, of them "
-            f"{format_bytes(self.argument_bytes)} arguments",
-        )
+            rows.append((sum(a[3] for a in rest), sum(a[2] for a in rest), "smaller ones"))
+        table = ReportTable([
+            {"bytes": format_bytes(size), "count": f"{count}×", "shape": name}
+            for size, count, name in rows
+        ])  # fmt: skip
+        kept, arguments = format_bytes(self.bytes), format_bytes(self.argument_bytes)
+        return Report([table], f"{kept} kept for the backward pass, of them {arguments} arguments")
 
     def plot(self, ax: Any = None, *, most: int = MAX_ROWS) -> Any:
-        """Draw the largest arrays as bars with matplotlib.
-
-        Args:
-            ax: matplotlib axes, or None for a new figure.
-            most: the largest number of bars.
-
-        Returns:
-            The axes.
-        """
+        """Draw at most `most` arrays as bars with matplotlib; return the axes."""
         bars = [
             Bar(f"{count}× {_array_name(shape, dtype)}", size, "temporary")
             for shape, dtype, count, size in self.arrays[:most]
@@ -499,90 +472,85 @@ def _whole_update_note(plan: MemoryPlan) -> str:
 
 
 def _plan_tables(plan: MemoryPlan, max_rows: int) -> list[ReportTable]:
-    device, host = plan.device, plan.host
     names = ("arguments", "outputs", "aliased", "temporaries", "generated_code")
     totals = [
-        [n.replace("_", " "), format_bytes(getattr(device, n)), format_bytes(getattr(host, n))]
-        for n in names
+        (name.replace("_", " "), getattr(plan.device, name), getattr(plan.host, name))
+        for name in names
     ]
-    totals.append(["constants", format_bytes(plan.constant_bytes), format_bytes(0)])
-    totals.append(["peak", format_bytes(plan.peak_device_bytes), format_bytes(host.total)])
-
+    totals += [("constants", plan.constant_bytes, 0)]
+    totals += [("peak", plan.peak_device_bytes, plan.host.total)]
+    bytes_by_kind = [
+        {"": name, "device": format_bytes(device), "host": format_bytes(host)}
+        for name, device, host in totals
+    ]
     groups = _group_buffers(plan.peak_buffers)
     peak = [
-        [
-            format_bytes(b.bytes), f"{count}×", b.kind, b.shape, _short_operation(b.operation),
-            *_source_lines(b),
-        ]
+        _row(b, count, kind=b.kind, shape=b.shape, operation=_short_operation(b))
         for count, b in groups[:max_rows]
-    ]  # fmt: skip
-    if rest := groups[max_rows:]:
-        size, number = sum(b.bytes for _, b in rest), sum(count for count, _ in rest)
-        peak.append([format_bytes(size), f"{number}×", "", "smaller ones", "", "", ""])
-    if lost := _lost_in_packing(plan):
-        peak.append([format_bytes(lost), "", "", "lost in packing", "", "", ""])
-
-    collectives = [
-        [format_bytes(c.bytes), f"{c.count}×", c.kind, *_source_lines(c)]
-        for c in plan.collectives[:max_rows]
     ]
+    if rest := groups[max_rows:]:
+        size, count = sum(b.bytes for _, b in rest), sum(count for count, _ in rest)
+        peak.append({"bytes": format_bytes(size), "count": f"{count}×", "shape": "smaller ones"})
+    if lost := _lost_in_packing(plan):
+        peak.append({"bytes": format_bytes(lost), "shape": "lost in packing"})
+
+    collectives = [_row(c, c.count, kind=c.kind) for c in plan.collectives[:max_rows]]
     transfers = [
-        [format_bytes(t.bytes), f"{t.count}×", t.direction.replace("_", " "), t.shape]
-        + _source_lines(t)
+        _row(t, t.count, direction=t.direction.replace("_", " "), shape=t.shape)
         for t in plan.transfers[:max_rows]
     ]
-    size, lines = ("bytes", "count"), ("source", "called from")
     return [
-        ReportTable(["", "device", "host"], totals, "bytes"),
-        ReportTable(
-            [*size, "kind", "shape", "operation", *lines], peak, "device memory at the peak"
-        ),
-        ReportTable([*size, "kind", *lines], collectives, "collectives of a call"),
-        ReportTable([*size, "direction", "shape", *lines], transfers, "transfers of a call"),
+        ReportTable(bytes_by_kind, "bytes"),
+        ReportTable(peak, "device memory at the peak"),
+        ReportTable(collectives, "collectives of a call"),
+        ReportTable(transfers, "transfers of a call"),
         _time_table(plan.step_time),
     ]
 
 
-def _source_lines(record: Any) -> list[str]:
-    return [short_path(record.source), short_path(record.caller)]
+def _row(record: Any, count: int, **texts: str) -> dict[str, str]:
+    """Return a row of a table of buffers, collectives or transfers."""
+    size = {"bytes": format_bytes(record.bytes), "count": f"{count}×"}
+    lines = {"source": short_path(record.source), "called from": short_path(record.caller)}
+    return size | texts | lines
 
 
 def _time_table(time: StepTime) -> ReportTable:
     """Return the table of a modelled time: each part alone, and what it adds."""
-    rows = []
-    for dtype, count in sorted(time.flops.items(), key=lambda item: -item[1]):
-        rate = time.rates.flops_of(dtype)
-        rows.append([
-            f"products, {dtype}", format_number(count, FLOPS), format_number(rate, FLOPS) + "/s",
-            format_seconds(count / rate), "",
-        ])  # fmt: skip
-
+    rows = [
+        {
+            "part": f"products, {dtype}",
+            "amount": format_number(flops, FLOPS),
+            "rate": f"{format_number(time.rates.flops_of(dtype), FLOPS)}/s",
+            "alone": format_seconds(flops / time.rates.flops_of(dtype)),
+        }
+        for dtype, flops in sorted(time.flops.items(), key=lambda item: -item[1])
+    ]
     if time.recomputed_flops:
         recomputed = format_number(time.recomputed_flops, FLOPS)
-        rows.append(["of them recomputed by XLA", recomputed, "", "", ""])
+        rows.append({"part": "of them recomputed by XLA", "amount": recomputed})
 
-    def of_bytes(name: str, size: int, rate: float, adds: str) -> None:
-        rows.append([
-            name, format_bytes(size), format_bytes(rate) + "/s", format_seconds(size / rate), adds,
-        ])  # fmt: skip
+    def moved(name: str, size: int, rate: float) -> dict[str, str]:
+        amount, alone = format_bytes(size), format_seconds(size / rate)
+        return {"part": name, "amount": amount, "rate": f"{format_bytes(rate)}/s", "alone": alone}
 
-    of_bytes("device memory", time.memory_bytes, time.rates.memory, "")
-    rows.append(["kernels", "", "", "", format_seconds(time.compute_seconds)])
+    rows.append(moved("device memory", time.memory_bytes, time.rates.memory))
+    rows.append({"part": "kernels", "adds": format_seconds(time.compute_seconds)})
     for name, size, rate, wait in (
         ("host to device", time.to_device_bytes, time.rates.to_device, time.to_device_seconds),
         ("device to host", time.to_host_bytes, time.rates.to_host, time.to_host_seconds),
         ("collectives", time.collective_bytes, time.rates.interconnect, time.collective_seconds),
     ):
         if size:
-            of_bytes(name, size, rate, format_seconds(wait))
-    rows.append(["call", "", "", "", format_seconds(time.seconds)])
+            rows.append(moved(name, size, rate) | {"adds": format_seconds(wait)})
+    rows.append({"part": "call", "adds": format_seconds(time.seconds)})
     rows += [
-        [f"unknown FLOPs: {name}", f"{count}×", "", "", ""]
+        {"part": f"unknown FLOPs: {name}", "amount": f"{count}×"}
         for name, count in time.unknown_kernels.items()
     ]
     if time.unknown_loops:
-        rows.append(["loops of unknown length", f"{time.unknown_loops}×", "", "", ""])
-    return ReportTable(["part", "amount", "rate", "alone", "adds"], rows, _TIMES)
+        rows.append({"part": "loops of unknown length", "amount": f"{time.unknown_loops}×"})
+    return ReportTable(rows, _TIMES)
 
 
 def _group_buffers(buffers: Sequence[Buffer]) -> list[tuple[int, Buffer]]:
@@ -630,9 +598,9 @@ def _bytes_by_kind(plan: MemoryPlan) -> dict[str, int]:
     }
 
 
-def _short_operation(operation: str) -> str:
-    """Drop the outer jit(...) from an operation's name, and the start of a long one."""
-    operation = re.sub(r"^jit\([^()]*\)/", "", operation).replace("\\'", "'")
+def _short_operation(buffer: Buffer) -> str:
+    """Return the operation without the outer jit(...), and without the start of a long one."""
+    operation = re.sub(r"^jit\([^()]*\)/", "", buffer.operation).replace("\\'", "'")
     return operation if len(operation) <= 44 else "…" + operation[-43:]
 
 

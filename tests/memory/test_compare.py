@@ -47,7 +47,7 @@ def test_rendering(matmul_plan, plot, rich_text):
     assert widths == pytest.approx(2 * matmul_plan.peak_device_bytes / 1e6)
     assert ax.get_xlabel().endswith("[MB]")
     assert "other" in rich_text(result)
-    assert str(Comparison()).split()[:2] == ["peak", "ratio"]
+    assert str(Comparison()) == ""
 
 
 def test_rejects_wrong_programs():
