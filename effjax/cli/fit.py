@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 from ..train.config import RunConfig
 from ..train.errors import TrainError
 from ..train.host_memory import pinnable_bytes
+from .answer import print_reports
 from .errors import CommandError
 from .shell import describe_changes
-from .user_steps import shorten
+from .user_steps import errors_in_one_line
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..memory import OptionSearch
     from ..train.task import MemoryChoices
 
@@ -66,38 +65,27 @@ def fit_config(
     fit: str,
     choices: "MemoryChoices",
     num_devices: int,
-    console: "Console",
 ) -> Any:
     """Return the configuration with the options that `--fit` chooses, and print them."""
-    from ..memory import PlanError
     from ..train.processes import is_multiprocess
-    from ..train.report import print_line
 
     if is_multiprocess():
         raise TrainError(
             "--fit works in a single process. Before, choose options with effjax memory --budget."
         )
     target, budget = parse_fit(fit)
-    try:
+    with errors_in_one_line(f"--fit {fit}: "):
         found = search_options(
             config, given, choices,
             target=target, budget=budget, num_devices=num_devices,
             host_memory_bytes=pinnable_bytes(),
         )  # fmt: skip
-    except PlanError as error:
-        raise CommandError(f"--fit {fit}: {shorten(str(error))}") from error
-    except ValueError as error:
-        raise TrainError(f"--fit {fit}: {shorten(str(error))}") from error
-    if console.is_terminal:
-        console.print(found)
-    else:
-        for line in str(found).splitlines():
-            print_line(console, line)
+    print_reports([found])
     if found.options is None:
         raise CommandError(
             f"--fit {fit}: nothing fits. effjax memory {config.COMMAND} with the same options says "
             "what is short and what helps."
         )
     chosen = choices.change(**found.options)
-    print_line(console, f"options: {describe_changes(config, chosen) or 'as given'}")
+    print(f"options: {describe_changes(config, chosen) or 'as given'}")
     return chosen

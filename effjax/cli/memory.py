@@ -1,11 +1,10 @@
 """`effjax memory`: plans of the steps of commands that train, and of a user's function."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -17,7 +16,6 @@ from ..train.host_memory import pinnable_of
 from ..train.images.config import DenseNetRunConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig
 from . import answer
-from .errors import CommandError
 from .fit import DEFAULT_TARGET, parse_size, search_options
 from .options import FileOptions, command, take
 from .planning import (
@@ -32,7 +30,7 @@ from .planning import (
     select,
 )
 from .shell import training_command
-from .user_steps import Steps, describe_error, load_steps, shorten
+from .user_steps import Steps, errors_in_one_line, load_steps
 
 if TYPE_CHECKING:
     from ..memory import Comparison, OptionSearch
@@ -164,7 +162,7 @@ def install(
 ) -> None:
     """Install the compiler that `--install-compiler` names."""
     if install_compiler is not None:
-        with _errors_in_one_line():
+        with errors_in_one_line():
             from ..memory.compiler.packages import install_compiler as install
 
             print(printable(f"installed: {install(install_compiler)}"))
@@ -206,7 +204,7 @@ def plan_function(given: dict[str, Any]) -> None:
     if options.function is None or ":" not in options.function:
         raise TrainError("give MODULE:FUNCTION, such as my_module:my_step.")
     limits = _find_limits(options, options.host_memory_gb and options.host_memory_gb * 2**30)
-    with _errors_in_one_line(in_users_code=True):
+    with errors_in_one_line(in_users_code=True):
         steps = load_steps(options.function, options.batch_size)
         plan_all = _search_steps if options.budget else _plan_steps
         fits = _split_if_needed(
@@ -239,7 +237,7 @@ def plan_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> None:
     # Building the steps of a deep network takes seconds.
     names = [name for name in forms if name in (options.only or forms)]
     print(f"planning for {limits.target.description}: {'; '.join(names)}", file=sys.stderr)
-    with _errors_in_one_line():
+    with errors_in_one_line():
         if options.max_batch:
             steps = {name: _step_of_size(form) for name, form in forms.items()}
             fits = _plan_steps(steps, options, config.batch_size, limits)
@@ -273,7 +271,7 @@ def _find_limits(
     from ..memory.plan import resolve_memory_fraction
     from ..memory.search.budget import fraction_of
 
-    with _errors_in_one_line():
+    with errors_in_one_line():
         target = find_target(options.target)
         if options.budget is None:
             fraction = resolve_memory_fraction(options.memory_fraction, target)
@@ -423,21 +421,3 @@ def _check_only(only: Collection[str] | None, names: Collection[str]) -> None:
     if unknown := {*(only or ())} - {*names}:
         choices = ", ".join(map(repr, names))
         raise TrainError(f"--only {unknown.pop()!r:.120} must be one of {choices}.")
-
-
-@contextlib.contextmanager
-def _errors_in_one_line(in_users_code: bool = False) -> Iterator[None]:
-    from ..memory import PlanError
-
-    try:
-        yield
-    except (TrainError, CommandError):
-        raise
-    except PlanError as error:
-        raise CommandError(shorten(str(error))) from error
-    except Exception as error:
-        if in_users_code:
-            raise CommandError(describe_error(error)) from error
-        if isinstance(error, (ValueError, TypeError)):
-            raise TrainError(shorten(str(error))) from error
-        raise

@@ -101,7 +101,7 @@ def fit_images(request: RunRequest, fit: str | None) -> RunRequest:
     size, config = task.mesh.size, task.config
     classes = len(task.dataset.class_names)
     choices = memory_choices(config, request.given, size, task.dataset.image_shape, classes)
-    config = fit_config(config, request.given, fit, choices, size, make_console())
+    config = fit_config(config, request.given, fit, choices, size)
     return dataclasses.replace(request, config=config)
 
 
@@ -151,7 +151,7 @@ def train_on_text(given: Mapping[str, Any]) -> None:
 
         config, size = config.resolve(), make_mesh(config.mesh).size
         choices = memory_choices(config, set(request.given), size)
-        config = fit_config(config, request.given, fit, choices, size, console)
+        config = fit_config(config, request.given, fit, choices, size)
     from ..train.report import load_bar, print_line, print_table
     from ..train.text.report import describe, result_rows
     from ..train.text.task import prepare

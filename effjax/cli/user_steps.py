@@ -1,15 +1,17 @@
 """Training steps from `MODULE:FUNCTION`, and errors in the user's code as one line."""
 
+import contextlib
 import functools
 import importlib
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..train.errors import TrainError, printable
+from .errors import CommandError
 
 _MAX_LENGTH = 1000  # characters of an error, to fit on a screen
 _STDLIB = sysconfig.get_path("stdlib")
@@ -55,6 +57,25 @@ def load_steps(name: str, batch_size: int) -> Steps:
         return {printable(str(key)): tuple(step) for key, step in by_name.items()}
 
     return {key: lambda size, key=key: make_steps(size)[key] for key in make_steps(batch_size)}
+
+
+@contextlib.contextmanager
+def errors_in_one_line(prefix: str = "", in_users_code: bool = False) -> Iterator[None]:
+    """Turn the errors of the planner, and of a user's code, into errors of the command."""
+    from ..memory import PlanError
+
+    try:
+        yield
+    except (TrainError, CommandError):
+        raise
+    except PlanError as error:
+        raise CommandError(f"{prefix}{shorten(str(error))}") from error
+    except Exception as error:
+        if in_users_code:
+            raise CommandError(describe_error(error)) from error
+        if isinstance(error, (ValueError, TypeError)):
+            raise TrainError(f"{prefix}{shorten(str(error))}") from error
+        raise
 
 
 def describe_error(error: BaseException) -> str:

@@ -335,10 +335,11 @@ class OptionSearch(Printable):
         rows = [
             {name: str(value) for name, value in _as_plain(trial.options).items()}
             | {
-                "peak": format_bytes(trial.peak_device_bytes),
-                "host": format_bytes(trial.peak_host_bytes),
-                "step": format_seconds(trial.step_seconds),
-                "result": trial.result,
+                # Names that no option can have.
+                "device memory": format_bytes(trial.peak_device_bytes),
+                "host memory": format_bytes(trial.peak_host_bytes),
+                "step time": format_seconds(trial.step_seconds),
+                "chosen or not": trial.result,
             }
             for trial in shown
         ]

@@ -110,7 +110,13 @@ def test_report():
     }
     lines = str(found).splitlines()
     assert lines[0].startswith("keep=some: 20.0 GB at the peak fits in 24.0 GB")
-    assert lines[2].split() == ["keep", "peak", "host", "step", "result"]
+    assert lines[2].split("  ") == [
+        "keep",
+        "device memory",
+        "host memory",
+        "step time",
+        "chosen or not",
+    ]
     assert lines[3].split()[:6] == ["some", "20.0", "GB", "0", "B", "1.3"]
     record = json.loads(json.dumps(found.to_dict()))
     assert record["options"] == {"keep": "some"} and record["plan"]["fits"]
