@@ -19,6 +19,7 @@ def print_reports(reports: "Sequence[Report | OptionSearch]") -> None:
     """Print rich tables on a terminal, and unwrapped plain text otherwise."""
     from rich.console import Console
 
+    # A pipe or a file has no width to wrap lines at.
     console = Console()
     for i, report in enumerate(reports):
         if i:
@@ -49,6 +50,7 @@ def forms_report(rows: "Sequence[Row]", config: Any) -> "Report":
     unit = "tokens/s" if isinstance(config, FinetuneConfig) else "images/s"
     cells, notes = [], []
     for row in rows:
+        # Without a plan, the bytes are those of the state. Nothing on the host stays nothing.
         at_least, plan, rate = "" if row.plan else "≥ ", row.plan, row.items_per_second
         device, host = (at_least * bool(size) + format_bytes(size) for size in row.bytes)
         cells.append({
@@ -107,6 +109,8 @@ def describe_fastest(row: Row) -> str:
     from ..memory.render import format_seconds
 
     text = f"The fastest form that fits is {row.name!r}"
+    # No device reaches its peak rates, so where speeds have been measured, the text says by how
+    # much they fall short.
     if row.plan and row.expected_seconds:
         least, most = map(format_seconds, row.expected_seconds)
         modelled = format_seconds(row.plan.step_seconds)
@@ -119,7 +123,8 @@ def describe_nearest(row: Row) -> str:
     what = "the parameters and the optimizer state" if row.has_large_state else "the activations"
     text = f"Nothing fits. {row.name!r} comes nearest: {_describe_missing(row)}, because of {what}"
     if row.missing[1]:
-        in_all = row.limits.missing(*row.state)[1] > 0  # the host always has the state
+        # The host has the state in each phase, and more in some of them.
+        in_all = row.limits.missing(*row.state)[1] > 0
         phase = "all phases" if in_all else f"the phase {row.largest_phase!r}"
         text += f", in {phase} of a run"
     return f"{text}."

@@ -204,6 +204,7 @@ def plan_function(given: dict[str, Any]) -> None:
     if options.function is None or ":" not in options.function:
         raise TrainError("give MODULE:FUNCTION, such as my_module:my_step.")
     limits = _find_limits(options, options.host_memory_gb and options.host_memory_gb * 2**30)
+    # A traceback would have more lines of effjax and JAX than of the user.
     with errors_in_one_line(in_users_code=True):
         steps = load_steps(options.function, options.batch_size)
         plan_all = _search_steps if options.budget else _plan_steps
@@ -254,6 +255,7 @@ def _plan_options(options: Any, config: RunConfig, given: Collection[str]) -> An
     """Return the options of a plan with the number of devices of the mesh, if there is one."""
     from ..train.mesh import parse_axes
 
+    # A plan takes the options of the command that trains, so that one can edit a single word.
     if unused := [name for name in READ_BY_RUNS if name in given]:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
         print(f"effjax: a plan reads no data and no weights; unused: {names}", file=sys.stderr)
@@ -328,7 +330,7 @@ def _search_run(
         run.config, run.given, choices, num_devices=run.num_devices, **limits.arguments
     )
     _show_search(found, options)
-    if options.json:
+    if options.json:  # that of the search, which has no command
         return found.options is not None
     if found.options is not None:
         config = choices.change(**found.options)

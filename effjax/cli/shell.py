@@ -39,14 +39,17 @@ def training_command(
     words = [command_line(base.COMMAND)]
     for field in sorted(dataclasses.fields(config_type), key=_is_named):
         name = field.name
+        # An option that the form changes is among the changes below.
         if name in given and getattr(config, name) == getattr(base, name):
             words += _words(field, given[name])
+    # Images have a default data set and start with random weights.
     if base.COMMAND == "finetune":
         if not find_weights(given["checkpoint"]):
             words[1] = "CHECKPOINT"
         if "data" not in given:
             words.append("--data FILE.jsonl")
     words.append(describe_changes(base, config))
+    # Otherwise JAX would reserve less for the run than the plan had.
     if limits.target.is_gpu and limits.memory_fraction > limits.target.default_memory_fraction:
         words.insert(0, f"XLA_PYTHON_CLIENT_MEM_FRACTION={limits.memory_fraction:.4g}")
     return " ".join(filter(None, words))

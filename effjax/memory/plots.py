@@ -65,7 +65,7 @@ def stacked_bar_chart(
         sizes: bytes by kind, by name.
         ax: matplotlib axes, or None for a new figure.
         xlabel: the label of the x axis, without its unit.
-        available: bytes of memory to mark, unless the bars would become too short to read.
+        available: bytes of memory to mark.
     """
     ax = ax or new_axes()
     unit, unit_name = plot_unit(max(sum(by_kind.values()) for by_kind in sizes.values()))
@@ -75,6 +75,7 @@ def stacked_bar_chart(
         if any(widths):
             ax.barh(range(len(sizes)), widths, left=left, color=color, label=kind)
             left = [a + b for a, b in zip(left, widths, strict=True)]
+    # The line would make bars that are far below it too short to read.
     if max(left) > available / unit / 3:
         ax.axvline(available / unit, color="black", linestyle="--", label="available")
     ax.set_yticks(range(len(sizes)), list(sizes))

@@ -64,6 +64,7 @@ class ReportTable:
         import rich.table
         from rich.text import Text
 
+        # As `Text`, since rich would read the brackets of shapes as markup.
         title = Text(self.title, style="bold") if self.title else None
         table = rich.table.Table(title=title, title_justify="left")
         for name, cells in self.columns.items():

@@ -109,6 +109,7 @@ class MemoryPlan(Printable):
     @property
     def fits_device(self) -> bool:
         """True if the program fits in device memory that holds nothing else."""
+        # The compiler may refuse a program before it has placed all buffers.
         return not self.refusal and self.peak_device_bytes <= self.available_bytes
 
     @property
@@ -123,6 +124,7 @@ class MemoryPlan(Printable):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan without its HLO as JSON-serializable data."""
+        # The HLO of a deep network has megabytes, and the target is known by its name.
         record = dataclasses.asdict(self)
         del record["hlo"]
         names = ("name", "description", "memory_bytes")
@@ -326,7 +328,8 @@ class OptionSearch(Printable):
             headline = f"{describe_options(self.options)}: {summarize(self.plan)}"
         notes = []
         shown = self.trials
-        if len(shown) > MAX_ROWS:  # only count those that were not compiled
+        # Options multiply to dozens of combinations, of which few are compiled. Count the others.
+        if len(shown) > MAX_ROWS:
             shown = [trial for trial in self.trials if trial.is_compiled]
             reasons = Counter(trial.result for trial in self.trials if not trial.is_compiled)
             notes += [f"{count}× {reason}" for reason, count in reasons.most_common(MAX_ROWS)]
@@ -405,6 +408,7 @@ def summarize(plan: MemoryPlan) -> str:
         line += f"; {format_bytes(on_host)} of pinned host memory"
         if plan.host_memory_bytes is not None:
             line += f" {describe(plan.fits_host, plan.host_memory_bytes)}"
+        # XLA reads the limit when JAX starts a GPU, so the program itself cannot raise it.
         if plan.target.is_gpu and on_host > host_memory_limit():
             line += f" (set {HOST_MEMORY_VARIABLE}={gibibytes(on_host)} before JAX starts)"
     return line
@@ -583,6 +587,7 @@ def _group_buffers(buffers: Sequence[Buffer]) -> list[tuple[int, Buffer]]:
 
 def _lost_in_packing(plan: MemoryPlan) -> int:
     """Return the bytes of temporary memory that are unused at the peak."""
+    # XLA gives all temporaries places in one allocation. Gaps remain where sizes do not match.
     live = sum(buffer.bytes for buffer in plan.peak_buffers if buffer.kind == "temporary")
     return max(plan.device.temporaries - live, 0)
 

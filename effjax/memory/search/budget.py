@@ -162,12 +162,11 @@ class _Candidate:
 
 
 class _Search:
-    """The candidates among which the fastest one that fits can still be.
+    """The candidates among which the fastest one that fits can still be."""
 
-    A candidate precedes another if it has the same or an earlier value of every option. It then
-    needs at least as much device memory. It takes at most as long if, in addition, both have the
-    same values of the options that are not ordered by time.
-    """
+    # A candidate precedes another if it has the same or an earlier value of every option. It then
+    # needs at least as much device memory. It takes at most as long if, in addition, both have the
+    # same values of the options that are not ordered by time.
 
     def __init__(
         self,
@@ -189,12 +188,11 @@ class _Search:
         return not self._undecided
 
     def next(self) -> Position | None:
-        """Return the candidate to compile next, or None if the search is complete.
-
-        It is one of those with the least to transfer from the host. Of these, it decides the most
-        others in the worse of its two outcomes: that it fits, or does not. With a single option
-        this is bisection.
-        """
+        """Return the candidate to compile next, or None if the search is complete."""
+        # One of those with the least to transfer from the host: what has to be copied is a lower
+        # bound of the time, so the others are often too slow. Of these, the one that decides the
+        # most others in the worse of its two outcomes, that it fits or does not. With a single
+        # option this is bisection.
         least = min((self._transfer_seconds[p] for p in self._undecided), default=0.0)
         group = [p for p in self._undecided if self._transfer_seconds[p] <= least]
 
