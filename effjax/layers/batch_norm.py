@@ -14,7 +14,6 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from ..ops._common.arguments import (
     as_array,
-    as_bool,
     as_number,
     as_real_array,
     check_choice,
@@ -52,7 +51,7 @@ def conversion_settings(
     if axis_index_groups is not ...:
         settings["axis_index_groups"] = as_index_groups(axis_index_groups)
     if unbiased_running_var is not None:
-        settings["unbiased_running_var"] = as_bool("unbiased_running_var", unbiased_running_var)
+        settings["unbiased_running_var"] = bool(unbiased_running_var)
     if check_choice("stats", stats, None, "auto", "gather", "two_psum") is not None:
         settings["stats"] = stats
     return settings

@@ -9,9 +9,10 @@ import types
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from .._files import read_json_object
 from ..ops._common.arguments import (
-    as_bool,
     as_dtype,
     as_integer,
     as_number,
@@ -290,7 +291,8 @@ class DecoderConfig:
         if self.sliding_window is not None:
             self._set("sliding_window", as_integer("sliding_window", self.sliding_window, 1))
         for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
-            self._set(name, as_bool(name, getattr(self, name)))
+            check_instance(name, getattr(self, name), (bool, np.bool_), "a bool")
+            self._set(name, bool(getattr(self, name)))
         self._check_options(family)
         self._check_rotary()
         self._set("dtype", as_dtype("dtype", self.dtype).name)

@@ -10,7 +10,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
-from ..ops._common.arguments import as_integer, as_precision, as_real_array, check_features
+from ..ops._common.arguments import as_integer, as_real_array, check_features
 
 Implementation = Literal["native", "xla"] | None
 _zeros, _xavier = nnx.initializers.zeros, nnx.initializers.xavier_uniform()
@@ -63,7 +63,7 @@ class MSDeformAttn(nnx.Module):
         )
         samples = num_heads * num_levels * num_points
         options: dict[str, Any] = dict(
-            dtype=dtype, param_dtype=param_dtype, precision=as_precision(precision), rngs=rngs
+            dtype=dtype, param_dtype=param_dtype, precision=precision, rngs=rngs
         )
 
         def linear(out: int, kernel_init: Any, bias_init: Any = _zeros) -> nnx.Linear:
@@ -151,7 +151,6 @@ class DCNv3(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.features, self.dtype = features, dtype
-        precision = as_precision(precision)
         kernel_size = as_integer("kernel_size", kernel_size, 1)
         if dw_kernel_size is None:
             dw_kernel_size = kernel_size

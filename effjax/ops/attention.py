@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from ..native.defaults import is_wrong
-from ._common.arguments import as_array, as_bool, as_integer, as_number, check_choice
+from ._common.arguments import as_array, as_integer, as_number, check_choice
 from ._common.derivatives import forbid_forward_mode
 from ._common.dtypes import accumulation_dtype
 from ._common.platform import follow_arrays, known_sizes, traced_platform
@@ -95,7 +95,7 @@ def dot_product_attention(
         queries.
     """
     q, k, v, segment_ids = _check(q, k, v, segment_ids)
-    causal = as_bool("causal", causal)
+    causal = bool(causal)
     if window is not None:
         window = as_integer("window", window, 1)
         if not causal:
@@ -270,10 +270,8 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple, batch: tuple) -> jax.Array
 
 
 def _chunk_scores(options: _Options, chunks: _Chunks, q, k, segment_ids, queries, keys):
-    """Return the scores [N, K, chunk, G, chunk] of q [N, chunk, K, G, D] and k [N, chunk, K, D].
-
-    The second result is their derivative by the scores before the soft cap; None without one.
-    """
+    """Return the scores [N, K, chunk, G, chunk] of q [N, chunk, K, G, D] and k [N, chunk, K, D]."""
+    # The second result is their derivative by the scores before the soft cap; None without one.
     scores, slope = _dot(q, k, ((4,), (3,)), ((0, 2), (0, 2))) * options.scale, None
     if options.softcap is not None:
         share = jnp.tanh(scores / options.softcap)

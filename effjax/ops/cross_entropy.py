@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._common.arguments import as_array, as_integer, as_mask, as_number, as_precision
+from ._common.arguments import as_array, as_integer, as_mask, as_number
 from ._common.derivatives import forbid_forward_mode
 from ._common.dtypes import accumulation_dtype
 from ._common.platform import known_sizes
@@ -88,7 +88,7 @@ def linear_cross_entropy(
         min(as_integer("chunk_size", chunk_size, 1), vocab_size),
         as_number("label_smoothing", label_smoothing, lambda a: 0 <= a <= 1, "in [0, 1]"),
         as_number("z_loss", z_loss, lambda z: 0 <= z < math.inf, "at least 0 and finite"),
-        as_precision(precision),
+        precision,
         vocab_axis,
         softcap,
     )

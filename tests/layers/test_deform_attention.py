@@ -150,16 +150,21 @@ def test_dcnv3_starts_as_a_mean():
 
 @pytest.mark.parametrize("name", ["MSDeformAttn", "DCNv3"])
 def test_precision(name):
-    """Both flavors reject a wrong one, nnx where it is passed."""
+    """Both flavors take all forms, and JAX reports a wrong one."""
+    options, args = {"features": 12}, [jnp.ones((1, 5, 5, 12))]
+    if name == "MSDeformAttn":
+        options, args = SIZES, inputs()[:4]
 
-    def make(precision):
-        options = dict(features=16, precision=precision)
-        return nnx.eval_shape(lambda: getattr(effjax.nnx, name)(**options, rngs=nnx.Rngs(0)))
+    def run_nnx(precision):
+        make = functools.partial(getattr(effjax.nnx, name), **options, precision=precision)
+        return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))(*args))
 
-    for precision in ("highest", jax.lax.Precision.HIGH, ("high", None), "F32_F32_F32"):
-        make(precision)
-    args = inputs()[:4] if name == "MSDeformAttn" else [jnp.ones((1, 5, 5, 12))]
-    module = getattr(effjax.linen, name)(features=12, precision="hihg")
-    for run in lambda: make("hihg"), lambda: module.init(jax.random.key(0), *args):
-        with pytest.raises(ValueError, match=r"`precision` \(='hihg'\) must be None"):
-            run()
+    def run_linen(precision):
+        module = getattr(effjax.linen, name)(**options, precision=precision)
+        return jax.eval_shape(lambda: module.init(jax.random.key(0), *args))
+
+    for run in run_nnx, run_linen:
+        for precision in ("highest", jax.lax.Precision.HIGH, ("high", "default"), "F32_F32_F32"):
+            run(precision)
+        with pytest.raises(ValueError, match="but got hihg"):
+            run("hihg")

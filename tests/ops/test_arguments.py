@@ -148,7 +148,6 @@ def assert_same_program(name, options, same):
         ("deform_conv2d", {"padding": [(0, 0), [0, 0]]}, {"padding": "VALID"}),
         ("deform_conv2d", {"padding": np.zeros((2, 2), int)}, {"padding": "VALID"}),
         ("deform_conv2d", {"strides": np.array([1, 1])}, {"strides": jnp.int32(1)}),
-        ("deform_conv2d", {"precision": ["high", "default"]}, {"precision": ("high", "default")}),
         ("bn_relu_conv", {"padding": (1, 2)}, {"padding": ((1, 1), (2, 2))}),
         ("sync_batch_norm", {"epsilon": jnp.int32(2)}, {"epsilon": 2.0}),
     ],

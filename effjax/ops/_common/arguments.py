@@ -38,12 +38,8 @@ _KINDS = {
 
 
 def with_torch_hints(function: _F) -> _F:
-    """Let the error for an argument of PyTorch, as in `f(stride=2)`, name the one of `function`.
-
-    Args:
-        function: a function, or a class without an own `__init__`, such as a linen module.
-    """
-    if isinstance(function, type):
+    """Let the error for an argument of PyTorch, as in `f(stride=2)`, name the one of `function`."""
+    if isinstance(function, type):  # a class without an own `__init__`, such as a linen module
         function.__init__ = with_torch_hints(function.__init__)
         return function  # type: ignore[return-value]
     accepted = inspect.signature(function).parameters
@@ -166,15 +162,6 @@ def check_named_arrays(name: str, value: Any, needed: Collection[str] = ()) -> N
         raise ValueError(f"`{name}` lacks {missing[0]!r}, one of {len(missing)} missing arrays.")
 
 
-def as_bool(name: str, value: Any) -> bool:
-    """Return a Python bool; a string such as "False" would be true."""
-    if isinstance(value, (jax.Array, np.ndarray)) and value.dtype == bool and value.ndim == 0:
-        return bool(value)
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"`{name}` must be a bool, not {describe(value)}.")
-    return bool(value)
-
-
 def as_integer(name: str, value: Any, minimum: int) -> int:
     """Return a Python integer of at least `minimum`. Traced arrays are errors."""
     try:
@@ -221,23 +208,6 @@ def as_dtype(name: str, value: Any) -> jnp.dtype:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"`{name}` (={value!r:.80}) must be a floating-point dtype.")
     return dtype
-
-
-def as_precision(precision: Any) -> Any:
-    """Return `precision`, as `jax.lax.dot` takes it, in a hashable form."""
-    precision = tuple(precision) if isinstance(precision, list) else precision
-    for value in precision if isinstance(precision, tuple) else (precision,):
-        is_name = isinstance(value, str) and value in lax.DotAlgorithmPreset.__members__
-        if is_name or isinstance(value, (lax.DotAlgorithm, lax.DotAlgorithmPreset)):
-            continue
-        try:
-            lax.Precision(value)
-        except ValueError:
-            raise ValueError(
-                f"`precision` (={precision!r:.80}) must be None, a jax.lax.Precision or its name, "
-                "or two of these; or an algorithm of jax.lax.dot."
-            ) from None
-    return precision
 
 
 def as_pair(name: str, value: Any, minimum: int) -> tuple[int, int]:

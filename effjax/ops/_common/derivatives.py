@@ -9,12 +9,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def needs_xla(operator: str, *requirements: str) -> str:
-    """Return the error for other derivatives than first ones in reverse mode.
-
-    Args:
-        operator: the name of the public function.
-        requirements: what these derivatives need besides XLA.
-    """
+    """Return the error for other derivatives, which need XLA and these requirements."""
     # effjax.compat, whose functions have PyTorch's arguments, uses these operators too.
     needed = " and ".join([f'`implementation="xla"` of effjax.{operator}', *requirements])
     return (
@@ -31,12 +26,7 @@ def forbid_higher_order(op: Callable, error: str) -> Callable:
 
 
 def forbid_forward_mode(operator: str, tree: Any) -> Any:
-    """Return a pytree of arrays such that computing its tangents raises NotImplementedError.
-
-    Args:
-        operator: the name of the public function.
-        tree: its differentiable arguments.
-    """
+    """Return the arguments of a public function such that their tangents raise an error."""
     error = (
         f"{operator} does not support forward-mode differentiation (jvp). Use reverse mode, as in "
         "jax.grad or jax.vjp."

@@ -33,7 +33,7 @@ def manual_axes() -> frozenset:
 
 def cast_to_varying(x: jax.Array, axes: frozenset = frozenset()) -> jax.Array:
     """Cast x to vary over `axes`, and over the axes over which its type is reduced."""
-    # The transpose of the first cast sums over the added axes.
+    # The transpose of the last cast sums over the added axes.
     kind = jax.typeof(x).manual_axis_type
     # A reduced type asks for an unreduced gradient, which the transpose of this cast returns.
     if kind.reduced:

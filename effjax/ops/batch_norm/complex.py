@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .statistics import BatchStats, check_epsilon, check_mask, make_reduction, psum, reduced_axes
+from .._common.arguments import as_mask
+from .statistics import BatchStats, check_epsilon, make_reduction, psum, reduced_axes
 
 
 def complex_batch_norm(
@@ -35,7 +36,9 @@ def complex_batch_norm(
     """
     reduction = make_reduction(axis_name, axis_index_groups, "two_psum")
     axes = reduced_axes(x, feature_axis)
-    counted = jnp.broadcast_to(True if mask is None else check_mask(mask, x), x.shape)
+    counted = jnp.broadcast_to(
+        True if mask is None else as_mask("mask", mask, "x", x.shape), x.shape
+    )
     # A masked value may be NaN. Its gradient is zero, but autodiff would multiply zero by NaN.
     is_kept = None if mask is None else counted | jnp.isfinite(x)
     finite_x = x if is_kept is None else jnp.where(is_kept, x, 0)

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from .._common.arguments import as_integer, as_mask, as_number, check_choice
+from .._common.arguments import as_integer, as_number, check_choice
 from .._common.dtypes import accumulation_dtype
 from .._common.platform import known_sizes
 from .._common.sharding import (
@@ -178,11 +178,9 @@ def _merge_rows(means, m2s, counts, repeats: int = 1) -> tuple:
 
 
 def find_blocks(x: jax.Array, axes: tuple[int, ...]) -> tuple[int, int]:
-    """Return a number of blocks along the first reduced axis of x, and that axis.
-
-    The number is a multiple of the number of shards, so that each block is on one device. It is 1
-    where the type of x has no mesh, and inside shard_map and pmap.
-    """
+    """Return a number of blocks along the first reduced axis of x, and that axis."""
+    # A multiple of the number of shards, so that each block is on one device. It is 1 where the
+    # type of x has no mesh, and inside shard_map and pmap.
     if not axes or not x.size:
         return 1, 0
     mesh = jax.typeof(x).sharding.mesh
@@ -361,11 +359,6 @@ def as_index_groups(groups: Any) -> int | tuple[tuple[int, ...], ...] | None:
     if hasattr(groups, "__index__") and not getattr(groups, "ndim", 0):
         return as_integer("axis_index_groups", groups, 1)
     return tuple(tuple(operator.index(i) for i in group) for group in groups)
-
-
-def check_mask(mask: Any, x: jax.Array) -> jax.Array:
-    """Return a boolean mask of the rank of x."""
-    return as_mask("mask", mask, "x", x.shape)
 
 
 def check_epsilon(epsilon: Any) -> float:

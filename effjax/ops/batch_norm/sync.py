@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._common.arguments import (
     as_array,
+    as_mask,
     as_number,
     check_choice,
     check_shape,
@@ -30,7 +31,6 @@ from .statistics import BatchStats as BatchStats
 from .statistics import (
     Reduction,
     check_epsilon,
-    check_mask,
     make_reduction,
     moments,
     normalize,
@@ -115,7 +115,7 @@ def sync_batch_norm(
     reduction = make_reduction(axis_name, axis_index_groups, stats)
     x, scale, bias, residual, axes = _check(x, scale, bias, residual, activation, feature_axis)
     static = _Static(reduction, axes, epsilon, activation == "relu", residual is not None)
-    mask = None if mask is None else check_mask(mask, x)
+    mask = None if mask is None else as_mask("mask", mask, "x", x.shape)
     x, residual, mask = match_varying((x, residual, mask))
     features = tuple(a for a in range(x.ndim) if a not in axes)
     scale, bias = (

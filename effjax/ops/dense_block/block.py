@@ -18,7 +18,6 @@ from .._common.arguments import (
     as_array,
     as_key,
     as_number,
-    as_precision,
     check_choice,
     check_shape,
     describe,
@@ -137,7 +136,7 @@ def dense_block(
         save == "conv",
         _check_dropout(dropout_rate, key),
         rows_per_chunk(chunk_size, (*x.shape[:3], channels)),
-        as_precision(precision),
+        precision,
     )
 
     def run(x, params, mask, key):

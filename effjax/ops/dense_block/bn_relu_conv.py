@@ -14,7 +14,6 @@ from .._common.arguments import (
     as_mask,
     as_padding,
     as_pair,
-    as_precision,
     check_shape,
 )
 from .._common.derivatives import forbid_forward_mode
@@ -101,7 +100,7 @@ def bn_relu_conv(
         as_padding(padding),
         as_pair("kernel_dilation", kernel_dilation, 1),
         groups,
-        as_precision(precision),
+        precision,
     )
     # Only a convolution that multiplies each pixel by one matrix can process chunks of rows.
     shape = *features[0].shape[:3], parameters[0].shape[0]
@@ -216,10 +215,8 @@ _bn_relu_conv.defvjp(_forward, _backward)
 def bn_relu_conv_backward(
     conv: ConvOptions, dy, x, mean, inv, parameters: tuple, mask, count, reduction: Reduction
 ) -> tuple:
-    """Return dx, and the gradients of ``parameters = (scale, bias, kernel)`` on this device.
-
-    The activations are recomputed from x and its statistics, for all pixels at once.
-    """
+    """Return dx, and the gradients of ``parameters = (scale, bias, kernel)`` on this device."""
+    # The activations are recomputed from x and its statistics, for all pixels at once.
     scale, bias, kernel = parameters
     y = normalize(x, mean, inv, scale, bias)
     _, conv_backward = jax.vjp(conv, jax.nn.relu(y).astype(x.dtype), kernel)

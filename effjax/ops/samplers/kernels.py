@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ... import native
 from ...native.defaults import uses_cuda, warn_of_slow_sums
-from .._common.arguments import as_bool, check_choice
+from .._common.arguments import check_choice
 from .._common.platform import traced_platform
 
 # The platforms whose native kernels each implementation uses. None uses the CUDA kernels that were
@@ -30,25 +30,13 @@ from .._common.platform import traced_platform
 _NATIVE_PLATFORMS = {None: ("cpu",), "native": ("cpu", "cuda"), "xla": ()}
 
 
-def available_platforms() -> tuple[str, ...]:
-    """Return the platforms whose native library is loaded."""
-    return tuple(p for p in ("cpu", "cuda") if native.is_available(p))
-
-
 class Choice(NamedTuple):
-    """The kernels that a call may run; a part of its static configuration.
+    """The kernels that a call may run; a part of its static configuration."""
 
-    Attributes:
-        operator: the name of the public function, for errors.
-        implementation: None, "native" or "xla".
-        platforms: the platforms that run native kernels.
-        deterministic: whether a GPU sums gradients in a fixed order.
-    """
-
-    operator: str
-    implementation: str | None
-    platforms: tuple[str, ...]
-    deterministic: bool
+    operator: str  # the name of the public function, for errors
+    implementation: str | None  # None, "native" or "xla"
+    platforms: tuple[str, ...]  # those that run native kernels
+    deterministic: bool  # whether a GPU sums gradients in a fixed order
 
     def key(self, platform: str) -> str:
         """Return the key of the kernels that a platform runs, in the table of the operator."""
@@ -66,13 +54,8 @@ def choose(
 ) -> Choice:
     """Choose the kernels of a call.
 
-    Args:
-        operator: the name of the public function, for errors.
-        kernel: the name of its kernel in verdicts of the validation.
-        implementation: None, "native" or "xla".
-        deterministic: whether a GPU sums gradients in a fixed order.
-        dtypes: of the images, and of the other arrays. The kernel runs in the first one, or in
-            float64 if any of them is.
+    `kernel` is the name in verdicts of the validation. The kernel runs in the first of the dtypes,
+    that of the images, or in float64 if any of them is.
 
     Raises:
         ValueError: `implementation` is not None, "native" or "xla"; or `EFFJAX_CUDA` is invalid.
@@ -80,8 +63,7 @@ def choose(
             there are no native kernels.
     """
     check_choice("implementation", implementation, *_NATIVE_PLATFORMS)
-    deterministic = as_bool("deterministic", deterministic)
-    available = available_platforms()
+    available = [p for p in ("cpu", "cuda") if native.is_available(p)]
     if implementation == "native" and not available:
         raise RuntimeError(unavailable_message(operator, traced_platform()))
     platforms = _NATIVE_PLATFORMS[implementation]
@@ -93,19 +75,15 @@ def choose(
     platforms = tuple(p for p in platforms if p in available)
     if traced_platform() == "cuda" and "cuda" not in platforms:
         warn_of_slow_sums()
-    return Choice(operator, implementation, platforms, deterministic)
+    return Choice(operator, implementation, platforms, bool(deterministic))
 
 
 def select(kernels: Mapping[str, tuple], choice: Choice) -> tuple[Callable, Callable]:
-    """Return the functions of the forward and the backward pass.
+    """Return the forward and the backward pass, the first two items of the values of a table.
 
-    Each runs the kernel of the platform that it is compiled for. With `implementation="native"`,
-    programs for platforms without a native kernel fail to compile.
-
-    Args:
-        kernels: the table of the operator. The first two items of a value are the functions, of
-            arrays (positional) and static options (by name).
-        choice: from `choose`.
+    Each is a function of arrays (positional) and static options (by name), and runs the kernel of
+    the platform that it is compiled for. With `implementation="native"`, programs for platforms
+    without a native kernel fail to compile.
     """
 
     def select_pass(i: int) -> Callable:
@@ -113,7 +91,13 @@ def select(kernels: Mapping[str, tuple], choice: Choice) -> tuple[Callable, Call
         if choice.implementation == "native":
             default = _fail_at_compile_time(default, choice.operator)
         native = {platform: kernels[choice.key(platform)][i] for platform in choice.platforms}
-        return _select_by_platform(native, default)
+
+        def run(*args, **options):
+            by_platform = {p: functools.partial(f, **options) for p, f in native.items()}
+            other = functools.partial(default, **options)
+            return lax.platform_dependent(*args, **by_platform, default=other)
+
+        return run if native else default
 
     return select_pass(0), select_pass(1)
 
@@ -170,41 +154,16 @@ def call_native(
     aliases: Mapping[int, int] | None = None,
     **attributes: Any,
 ) -> Any:
-    """Call a native kernel, and state its work.
+    """Call a native kernel, and state its work: FLOPs, and bytes that it reads and writes.
 
-    Args:
-        target: the name of the custom call.
-        results: their types.
-        args: the operands.
-        flops: of the kernel; None if they depend on the data.
-        memory_bytes: that it reads and writes.
-        aliases: the result that shares the buffer of an operand, by its position.
-        **attributes: of the custom call.
+    `flops` is None if they depend on the data. `aliases` maps the position of an operand to that
+    of the result that shares its buffer.
     """
     call = jax.ffi.ffi_call(target, results, input_output_aliases=dict(aliases or {}))
     work = {"flops": flops, "memory_bytes": memory_bytes}
     # Nothing is stated of arrays with symbolic sizes.
     with set_xla_metadata(**{name: str(n) for name, n in work.items() if isinstance(n, int)}):
         return call(*args, **attributes)
-
-
-def _select_by_platform(native: dict[str, Callable], default: Callable) -> Callable:
-    """Return a function that runs the entry of the platform that it is compiled for.
-
-    Args:
-        native: functions by platform.
-        default: the function for every other platform.
-
-    Returns:
-        A function of arrays (positional) and static options (by name).
-    """
-
-    def run(*args, **options):
-        by_platform = {p: functools.partial(f, **options) for p, f in native.items()}
-        other = functools.partial(default, **options)
-        return lax.platform_dependent(*args, **by_platform, default=other)
-
-    return run if native else default
 
 
 def _fail_at_compile_time(run: Callable, operator: str) -> Callable:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._common.arguments import (
-    as_bool,
     as_float_array,
     as_integer,
     as_number,
@@ -100,7 +99,7 @@ def dcn_aggregate(
     )
     pads = resolve_padding(as_padding(padding), x.shape[1:3], size, strides, dilation)
     scale = as_number("offset_scale", offset_scale, math.isfinite, "finite")
-    remove_center = as_bool("remove_center", remove_center)
+    remove_center = bool(remove_center)
     if remove_center and (not all(k % 2 for k in size) or size == (1, 1)):
         raise ValueError(
             f"`remove_center` needs an odd kernel_size with more than one point, not {size}."

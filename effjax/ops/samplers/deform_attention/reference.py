@@ -52,8 +52,14 @@ def attend(
     """
     # Widened outside of the chunks, so that the gradient is summed over them in the wide dtype.
     wide_value = value.astype(weights.dtype)
-    run = functools.partial(_attend_in_chunks, levels=levels, chunk_bytes=chunk_bytes)
-    return jax.checkpoint(run)(wide_value, locations, weights).astype(value.dtype)
+
+    @jax.checkpoint
+    def run(value, locations, weights):
+        rows, locations, weights = match_varying((_pack_heads(value), locations, weights))
+        y = _attend_rows(rows, locations, weights, levels, chunk_bytes)
+        return y.reshape(*locations.shape[:3], value.shape[3])
+
+    return run(wide_value, locations, weights).astype(value.dtype)
 
 
 def attend_backward(
@@ -78,12 +84,6 @@ def attend_backward(
         dvalue, rows, *arrays, levels=levels, chunk_bytes=chunk_bytes
     )
     return dvalue.reshape(value.shape), *gradients
-
-
-def _attend_in_chunks(value, locations, weights, levels: Levels, chunk_bytes: int) -> jax.Array:
-    rows, locations, weights = match_varying((_pack_heads(value), locations, weights))
-    y = _attend_rows(rows, locations, weights, levels, chunk_bytes)
-    return y.reshape(*locations.shape[:3], value.shape[3])
 
 
 def _attend_rows(rows, locations, weights, levels: Levels, chunk_bytes: int) -> jax.Array:
@@ -254,11 +254,8 @@ def _add_at(dvalue: jax.Array, index: jax.Array, updates: jax.Array) -> jax.Arra
 
 
 def _positions(locations: jax.Array, levels: Levels) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the positions x, y in pixels, and whether they touch the level.
-
-    All three are [N, Q, M, L, P]. Samples outside, or at NaN, are moved to (0, 0); their locations
-    get no gradient.
-    """
+    """Return the positions x, y in pixels and whether they touch the level, [N, Q, M, L, P]."""
+    # Samples outside, or at NaN, are moved to (0, 0); their locations get no gradient.
     height, width = _sizes(levels, locations.dtype)
     x, y = locations[..., 0], locations[..., 1]
     if levels.normalized:

@@ -13,7 +13,6 @@ from ..._common.arguments import (
     as_integer,
     as_padding,
     as_pair,
-    as_precision,
     check_divides,
     check_shape,
     check_size,
@@ -122,7 +121,6 @@ def deform_conv2d(
         offset_groups,
     )  # fmt: skip
     chunk_bytes = as_integer("chunk_bytes", chunk_bytes, 1)
-    precision = as_precision(precision)
     if precision is None:
         # Resolved here: XLA partitions programs in threads that do not see a `with` statement.
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore

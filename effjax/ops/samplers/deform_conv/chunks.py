@@ -138,10 +138,8 @@ def _loop_over_rows(body: Callable, carry: tuple, height: int, rows: int) -> tup
 
 
 def kernel_blocks(kernel: jax.Array, dtype: Any, groups: int) -> jax.Array:
-    """Reshape [E, kh, kw, C / groups, O] to [E, K, C / groups, groups, O / groups].
-
-    Without groups, taps and channels are one axis of a plain matrix product: [E, 1, K * C, 1, O].
-    """
+    """Reshape [E, kh, kw, C / groups, O] to [E, K, C / groups, groups, O / groups]."""
+    # Without groups, taps and channels are one axis of a plain matrix product: [E, 1, K * C, 1, O].
     e, kh, kw, c, o = kernel.shape
     taps, channels = (1, kh * kw * c) if groups == 1 else (kh * kw, c)
     return kernel.astype(dtype).reshape(e, taps, channels, groups, o // groups)

@@ -121,11 +121,8 @@ def _add_at(pixels: jax.Array, index: jax.Array, updates: jax.Array) -> jax.Arra
 def positions(
     offset: jax.Array, row: jax.Array, size: tuple[int, int], geometry: Geometry
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the positions y, x of all samples, and whether they touch the image.
-
-    All three are [N, R, Wo, G, K]. Samples outside, or at NaN, are moved to (0, 0); their offsets
-    get no gradient.
-    """
+    """Return the positions y, x of all samples and whether they touch x, [N, R, Wo, G, K]."""
+    # Samples outside, or at NaN, are moved to (0, 0); their offsets get no gradient.
     n, rows, width, _ = offset.shape
     offset = offset.reshape(n, rows, width, geometry.offset_groups, geometry.taps, 2)
     tap = jnp.arange(geometry.taps, dtype=jnp.int32)

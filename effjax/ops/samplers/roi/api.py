@@ -1,6 +1,5 @@
 """RoI pooling: roi_align, deformable RoI pooling, and RoIAlign over feature pyramids."""
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..._common.arguments import (
-    as_bool,
     as_float_array,
     as_integer,
     as_number,
@@ -23,7 +21,6 @@ from ..._common.arguments import (
 )
 from ..._common.platform import follow_arrays
 from . import bins
-from .bins import Bins
 from .pooling import pool
 from .reference import Pooling
 
@@ -182,12 +179,15 @@ def _pool_aligned(
     boxes = lax.stop_gradient(_as_boxes(boxes, x.shape[0]))
     (boxes,) = _promote(x, boxes)
     scale, ratio = _as_scale("spatial_scale", spatial_scale), _as_ratio(sampling_ratio)
-    make_bins = _make_aligned_bins(size, scale, ratio, as_bool("aligned", aligned))
+    options = size, scale, ratio, bool(aligned)
     pooling = Pooling(
         size, parts=1, margin=1.0, average_inside_only=False, samples=ratio,
         has_position_gradients=False,
     )  # fmt: skip
-    return pool(operator, x, make_bins, (boxes,), pooling, implementation, deterministic, initial)
+    return pool(
+        operator, x, bins.roi_align_bins, options, (boxes,), pooling, implementation, deterministic,
+        initial,
+    )  # fmt: skip
 
 
 @follow_arrays
@@ -246,13 +246,15 @@ def deform_roi_pool(
         offset = as_float_array("offset", offset)
         check_shape("offset", offset, (*boxes.shape[:2], *size, 2), "[N, R, rows, columns, 2]")
         arrays += (offset,)
-    make_bins = _make_deformed_bins(size, scale, ratio, gamma)
+    options = size, scale, ratio, gamma
     pooling = Pooling(
         size, parts=1, margin=1.0, average_inside_only=False, samples=ratio,
         has_position_gradients=offset is not None,
     )  # fmt: skip
-    arrays = _promote(x, *arrays)
-    y = pool("deform_roi_pool", x, make_bins, arrays, pooling, implementation, deterministic)
+    y = pool(
+        "deform_roi_pool", x, bins.deformed_bins, options, _promote(x, *arrays), pooling,
+        implementation, deterministic,
+    )  # fmt: skip
     return _split_bins(y, size)
 
 
@@ -328,47 +330,16 @@ def deform_psroi_pool(
         channels = x.shape[-1] // group_size**2
         check_divides("offset.shape[-1] // 2", groups, channels, "channels of a block of `x`")
         arrays += (offset,)
-    make_bins = _make_psroi_bins(size, scale, samples, part_size, trans_std)
+    options = size, scale, samples, part_size, trans_std
     pooling = Pooling(
         size, parts=group_size, margin=0.5, average_inside_only=True, samples=samples,
         has_position_gradients=offset is not None,
     )  # fmt: skip
-    arrays = _promote(x, *arrays)
-    y = pool("deform_psroi_pool", x, make_bins, arrays, pooling, implementation, deterministic)
+    y = pool(
+        "deform_psroi_pool", x, bins.psroi_bins, options, _promote(x, *arrays), pooling,
+        implementation, deterministic,
+    )  # fmt: skip
     return _split_bins(y, size)
-
-
-# These functions make bins from boxes and offsets. They are cached because jit compares the
-# functions that it gets as static arguments by identity.
-
-
-@functools.cache
-def _make_aligned_bins(size: tuple[int, int], scale: float, ratio: int, aligned: bool):
-    return lambda boxes: bins.roi_align_bins(boxes, size, scale, ratio, aligned)
-
-
-@functools.cache
-def _make_deformed_bins(size: tuple[int, int], scale: float, ratio: int, gamma: float):
-    def make(boxes: jax.Array, offset: jax.Array | None = None) -> Bins:
-        box_bins = bins.roi_align_bins(boxes, size, scale, ratio, True)
-        if offset is None:
-            return box_bins
-        return bins.move_bins(box_bins, offset.reshape(*box_bins.first.shape), gamma)
-
-    return make
-
-
-@functools.cache
-def _make_psroi_bins(
-    size: tuple[int, int], scale: float, samples: int, part_size: int, trans_std: float
-):
-    def make(boxes: jax.Array, offset: jax.Array | None = None) -> Bins:
-        box_bins = bins.psroi_bins(boxes, size, scale, samples)
-        if offset is None:
-            return box_bins
-        return bins.move_bins(box_bins, bins.bin_offsets(offset, size, part_size), trans_std)
-
-    return make
 
 
 def _split_bins(y: jax.Array, size: tuple[int, int]) -> jax.Array:

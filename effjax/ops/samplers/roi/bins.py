@@ -23,12 +23,15 @@ class Bins(NamedTuple):
     extent: jax.Array  # [N, R, 2], (height, width) of the boxes
 
 
+# The functions that make bins take their static options first, and then arrays.
+
+
 def roi_align_bins(
-    boxes: jax.Array,
     output_size: tuple[int, int],
     spatial_scale: float,
     sampling_ratio: int,
     aligned: bool,
+    boxes: jax.Array,
 ) -> Bins:
     """Return the bins of `roi_align`.
 
@@ -53,8 +56,27 @@ def roi_align_bins(
     return _drop_invalid(first, step, count, extent, boxes)
 
 
+def deformed_bins(
+    output_size: tuple[int, int],
+    spatial_scale: float,
+    sampling_ratio: int,
+    gamma: float,
+    boxes: jax.Array,
+    offset: jax.Array | None = None,  # [N, R, rows, columns, 2]
+) -> Bins:
+    """Return the bins of `deform_roi_pool`."""
+    bins = roi_align_bins(output_size, spatial_scale, sampling_ratio, True, boxes)
+    return bins if offset is None else _move(bins, offset.reshape(*bins.first.shape), gamma)
+
+
 def psroi_bins(
-    boxes: jax.Array, output_size: tuple[int, int], spatial_scale: float, samples: int
+    output_size: tuple[int, int],
+    spatial_scale: float,
+    samples: int,
+    part_size: int,
+    trans_std: float,
+    boxes: jax.Array,
+    offset: jax.Array | None = None,  # [N, R, part_size, part_size, 2 * G]
 ) -> Bins:
     """Return the bins of `deform_psroi_pool`.
 
@@ -68,10 +90,16 @@ def psroi_bins(
     size = extent / jnp.asarray(np.array(output_size)[None, None], boxes.dtype)
     count = jnp.full_like(extent, samples)
     first = _starts(start, size, output_size)
-    return _drop_invalid(first, size / samples, count, extent, boxes)
+    bins = _drop_invalid(first, size / samples, count, extent, boxes)
+    if offset is None:
+        return bins
+    rows, columns = (np.arange(count) * part_size // count for count in output_size)
+    offset = offset[:, :, rows[:, None], columns[None]]
+    shape = *offset.shape[:2], rows.size * columns.size, offset.shape[-1] // 2, 2
+    return _move(bins, offset.reshape(shape), trans_std)
 
 
-def move_bins(bins: Bins, offset: jax.Array, scale: float) -> Bins:
+def _move(bins: Bins, offset: jax.Array, scale: float) -> Bins:
     """Move bins by offset [N, R, P, G, 2], (x, y) in fractions of the box."""
     first = bins.first + scale * bins.extent[:, :, None, None] * offset[..., ::-1]
     return bins._replace(first=first)
@@ -96,10 +124,3 @@ def _round_half_away(a: jax.Array) -> jax.Array:
     # As C's round().
     whole = jnp.trunc(a)
     return jnp.where(jnp.abs(a - whole) >= 0.5, whole + jnp.sign(a), whole)
-
-
-def bin_offsets(offset: jax.Array, output_size: tuple[int, int], part_size: int) -> jax.Array:
-    """Return the offsets of bins [N, R, P, G, 2], given [N, R, part_size, part_size, 2 * G]."""
-    rows, columns = (np.arange(count) * part_size // count for count in output_size)
-    offset = offset[:, :, rows[:, None], columns[None]]
-    return offset.reshape(*offset.shape[:2], rows.size * columns.size, offset.shape[-1] // 2, 2)

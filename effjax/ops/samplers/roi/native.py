@@ -53,10 +53,8 @@ def pool_backward(
 
 
 def _count_samples(bins: tuple[int, ...], pooling: Pooling) -> tuple[int, int | None]:
-    """Return the samples of all bins [N, R, P, C], times their channels, and their FLOPs.
-
-    If their number depends on the data, each bin counts one, and the FLOPs are unknown.
-    """
+    """Return the samples of all bins [N, R, P, C], times their channels, and their FLOPs."""
+    # If their number depends on the data, each bin counts one, and the FLOPs are unknown.
     samples = math.prod(bins) * max(1, pooling.samples) ** 2
     return samples, SAMPLE_FLOPS * samples if pooling.samples else None
 

@@ -39,48 +39,46 @@ def pool(
     operator: str,
     x: jax.Array,
     make_bins: Callable,
+    options: tuple,
     arrays: tuple,
     pooling: Pooling,
     implementation: str | None,
     deterministic: bool,
     initial: jax.Array | None = None,
 ) -> jax.Array:
-    """Average x [N, H, W, parts**2 * C] over the bins that are made from arrays.
+    """Average x [N, H, W, parts**2 * C] over bins; return [N, R, P, C].
 
     Args:
         operator: the name of the public function, for errors.
         x: images.
-        make_bins: ``make_bins(*arrays) -> Bins``, a pure function; the same object for the same
-            options.
+        make_bins: a function ``(*options, *arrays) -> Bins`` of `bins.py`.
+        options: its static arguments.
         arrays: boxes, and offsets if any: [N, ...], float32 or float64.
         pooling: static configuration.
         implementation: None, "native" or "xla".
         deterministic: on a GPU, sum the gradient of x in a fixed order.
         initial: [N, R, P, C], to which the result is added: in place, and at no cost for boxes
             without samples.
-
-    Returns:
-        y [N, R, P, C].
     """
     dtypes = x.dtype, arrays[0].dtype
     choice = choose(operator, "roi_pool", implementation, deterministic, dtypes)
     static = Static(pooling, initial is not None, choice)
-    return _pool(static, make_bins, x, arrays, initial)
+    return _pool(static, make_bins, options, x, arrays, initial)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))  # without jit, each call compiles its loops
-def _pool(static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, initial: Any):
-    run = functools.partial(_pool_on_device, static, make_bins)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # without jit, each call compiles its loops
+def _pool(static: Static, make_bins: Callable, options: tuple, x, arrays: tuple, initial: Any):
+    run = functools.partial(_pool_on_device, static, make_bins, options)
     return run_per_device(lambda images, _: run(*images), x)((x, arrays, initial), ())
 
 
 def _pool_on_device(
-    static: Static, make_bins: Callable, x: jax.Array, arrays: tuple, initial: Any
+    static: Static, make_bins: Callable, options: tuple, x: jax.Array, arrays: tuple, initial: Any
 ) -> jax.Array:
     dtype = arrays[0].dtype
     # Widened here, so that the gradient of x is summed over the samples in the wide dtype.
     wide_x = x.astype(dtype) if static.is_differentiable or dtype == jnp.float64 else x
-    bins: Bins = make_bins(*arrays)
+    bins: Bins = make_bins(*options, *arrays)
     if static.adds:
         initial = initial.astype(wide_x.dtype)
     else:

@@ -161,10 +161,8 @@ def _boxes_per_chunk(x: jax.Array, first: jax.Array, pooling: Pooling) -> int:
 def _over_samples(
     body: Callable, carry: Any, size: tuple[int, ...], first, step, count, pooling: Pooling
 ) -> Any:
-    """Run ``carry = body(corners, carry)`` for all samples that may be inside the image.
-
-    `corners` are those of one sample of every bin. `checkpoint` recomputes them for derivatives.
-    """
+    """Run ``carry = body(corners, carry)`` for all samples that may be inside the image."""
+    # The corners are those of one sample of every bin. `checkpoint` recomputes them.
     start, num_iterations = _range(first, step, count, size, pooling)
 
     @jax.checkpoint
@@ -206,11 +204,9 @@ def _range(first, step, count, size, pooling: Pooling) -> tuple[list, list]:
 
 
 def _axis(first, step, count, i, size: int, pooling: Pooling) -> tuple:
-    """Return the position of a sample along one axis.
+    """Return the two pixels of a sample along one axis, and its distance from the first one.
 
-    Returns:
-        Its two pixels, its distance from the first one, whether that distance changes with the
-        position, and whether the sample counts.
+    Also return whether that distance changes with the position, and whether the sample counts.
     """
     position = first + i * _broadcast_to_bins(step)
     counts = _counts(position, i, count, size, pooling)
@@ -229,10 +225,8 @@ def _counts(position, i, count, size: int, pooling: Pooling) -> jax.Array:
 
 
 def _corners(y: tuple, x: tuple, width: int):
-    """Yield the index, weight, slopes and validity of each of four pixels, all [N, R, P, G].
-
-    The slopes are the derivatives of the weight with respect to y and x.
-    """
+    """Yield the index, weight, slopes and validity of each of four pixels, all [N, R, P, G]."""
+    # The slopes are the derivatives of the weight with respect to y and x.
     touched = y[4] & x[4]
     for lower, right in np.ndindex(2, 2):
         weights, slopes = [], []
