@@ -32,46 +32,29 @@ _INT8_STEPS, _UINT8_STEPS = 127, 255
 
 
 class ScaleByAdam8bitState(NamedTuple):
-    """State of `scale_by_adam_8bit`. All but `count` have the structure of the parameters.
-
-    Attributes:
-        count: int32, the number of updates.
-        mu: the first moment, int8 codes of the parameter's shape; float32 for small parameters.
-        nu: the second moment, uint8 codes of the parameter's shape; float32 for small parameters.
-        mu_scale: float32 [..., blocks of the last axis]; None for small parameters.
-        nu_scale: as `mu_scale`.
-    """
+    """State of `scale_by_adam_8bit`. All but `count` have the structure of the parameters."""
 
     count: jax.Array
-    mu: Any
-    nu: Any
-    mu_scale: Any
+    mu: Any  # int8 codes of the parameter's shape; of a small parameter, float32 moments
+    nu: Any  # uint8 codes; as `mu`
+    mu_scale: Any  # float32 [..., blocks of the last axis]; None for small parameters
     nu_scale: Any
 
 
 class In24BitsState(NamedTuple):
-    """State of `in_24_bits`.
+    """State of `in_24_bits`."""
 
-    Attributes:
-        correction: int8 [...] of each bfloat16 parameter, in units of 2⁻⁸ of the spacing of
-            bfloat16 numbers; None for parameters of other dtypes.
-        inner: the state of the inner transformation.
-    """
-
+    # int8 [...] of each bfloat16 parameter, in units of 2⁻⁸ of the spacing of bfloat16 numbers;
+    # None for parameters of other dtypes.
     correction: Any
     inner: Any
 
 
 class StochasticRoundingState(NamedTuple):
-    """State of `stochastic_rounding`.
-
-    Attributes:
-        count: int32, the number of updates.
-        key: PRNG key; the same in every step.
-    """
+    """State of `stochastic_rounding`."""
 
     count: jax.Array
-    key: jax.Array
+    key: jax.Array  # the same in every step
 
 
 def adamw_8bit(
@@ -362,14 +345,11 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """
     inner = optax.with_extra_args_support(inner)
 
-    def widen(tree: Any) -> Any:
-        return jax.tree.map(lambda a: a.astype(jnp.float32) if _is_half(a) else a, tree)
-
     def init(params: optax.Params) -> optax.OptState:
-        return inner.init(widen(params))
+        return inner.init(_widen(params))
 
     def update(updates, state, params=None, **extra_args):
-        return inner.update(widen(updates), state, widen(params), **extra_args)
+        return inner.update(_widen(updates), state, _widen(params), **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -444,9 +424,6 @@ def in_24_bits(inner: optax.GradientTransformation) -> optax.GradientTransformat
     """
     inner = optax.with_extra_args_support(inner)
 
-    def widen(tree: Any) -> Any:
-        return jax.tree.map(lambda a: a.astype(jnp.float32) if _is_half(a) else a, tree)
-
     def init(params: optax.Params) -> In24BitsState:
         for path, p in jax.tree_util.tree_leaves_with_path(params):
             if p.dtype == jnp.float16:
@@ -455,7 +432,7 @@ def in_24_bits(inner: optax.GradientTransformation) -> optax.GradientTransformat
         correction = jax.tree.map(
             lambda p: jnp.zeros_like(p, dtype=jnp.int8) if _is_half(p) else None, params
         )
-        return In24BitsState(correction, inner.init(widen(params)))
+        return In24BitsState(correction, inner.init(_widen(params)))
 
     def update(updates, state, params=None, **extra_args):
         if params is None:
@@ -465,7 +442,7 @@ def in_24_bits(inner: optax.GradientTransformation) -> optax.GradientTransformat
         pairs = zip(old, corrections, strict=True)
         masters = [p if c is None else _join_24_bits(p, c) for p, c in pairs]
         updates, new_inner = inner.update(
-            widen(updates), state.inner, structure.unflatten(masters), **extra_args
+            _widen(updates), state.inner, structure.unflatten(masters), **extra_args
         )
         new_updates = structure.flatten_up_to(updates)
         for i, (p, master, u) in enumerate(zip(old, masters, new_updates, strict=True)):
@@ -566,6 +543,10 @@ def stochastic_rounding(key: jax.Array | int) -> optax.GradientTransformation:
 
 def _is_half(a: jax.Array) -> bool:
     return a.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _widen(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if _is_half(a) else a, tree)
 
 
 def _round_update(p: jax.Array, u: jax.Array, key: jax.Array) -> jax.Array:

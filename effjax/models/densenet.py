@@ -67,7 +67,7 @@ def block_widths(config: DenseNetConfig) -> list[tuple[int, int]]:
     for i, num_layers in enumerate(config.block_config):
         before, channels = channels, channels + num_layers * config.growth_rate
         if i < len(config.block_config) - 1:
-            channels = int(channels * config.compression)
+            channels = int(channels * config.compression)  # truncated, as in the original
         widths.append((before, channels))
     return widths
 
@@ -126,7 +126,7 @@ class DenseNet(ImageNetwork, DenseNetConfig):
     def __post_init__(self, rngs: nnx.Rngs) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().__post_init__()
         self.in_channels = as_integer("in_channels", self.in_channels, 1)
-        self.deterministic = False
+        self.deterministic = False  # until `nnx.view` or `eval` sets it
         fields = dataclasses.fields(DenseLayerConfig)
         block_options = {field.name: getattr(self, field.name) for field in fields}
         norm = functools.partial(BatchNorm, **norm_options(self), rngs=rngs)
@@ -210,6 +210,7 @@ class DenseNet(ImageNetwork, DenseNetConfig):
         for i, block in enumerate(self.blocks):
             if i:
                 h = self.transitions[i - 1](h, mask=image_mask)
+            # Blocks must not draw the same masks.
             block_key = None if key is None else jax.random.fold_in(key, i)
             h = block(h, mask=image_mask, deterministic=key is None, rngs=block_key)
             chex.assert_axis_dimension(h, 3, self.feature_channels[i])
@@ -247,6 +248,7 @@ class Transition(nnx.Module):
     def __call__(self, x: jax.Array, *, mask: jax.Array | None) -> jax.Array:
         """Return features with fewer channels and half the height and width."""
         norm = self.norm
+        # A norm that uses running statistics has no batch statistics, and nothing to recompute.
         options = shared_batch_options([norm]) if self.efficient else None
         if options is None:
             x = self.conv(norm(x, mask=mask))

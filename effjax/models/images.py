@@ -71,6 +71,7 @@ def as_sizes(name: str, values: Any) -> tuple[int, ...]:
 
 def max_pool(x: jax.Array) -> jax.Array:
     """Return the 3x3 max pool with stride 2 and padding 1."""
+    # As PyTorch pads: with "SAME" the windows of an even size would begin one pixel later.
     return lax.reduce_window(
         x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), [(0, 0), (1, 1), (1, 1), (0, 0)]
     )

@@ -287,7 +287,23 @@ def keep_conv(h: jax.Array) -> jax.Array:
     return checkpoint_name(h, CONV_OUTPUT)
 
 
-class Bottleneck(nnx.Module):
+class Block(nnx.Module):
+    """Shortcut of a block: the input, or a 1x1 convolution with its norm if the shape differs."""
+
+    def _make_shortcut(
+        self, in_features: int, out_features: int, strides: int, conv: Any, norm: Any
+    ) -> None:
+        self.shortcut: Any = nnx.data(None)
+        self.shortcut_norm: Any = nnx.data(None)
+        if strides > 1 or in_features != out_features:
+            self.shortcut = conv(in_features, out_features, 1, strides)
+            self.shortcut_norm = norm(out_features, activation=None)
+
+    def _apply_shortcut(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return x if self.shortcut is None else self.shortcut_norm(self.shortcut(x), mask=mask)
+
+
+class Bottleneck(Block):
     """Block of convolutions 1x1, 3x3 and 1x1, each with its norm, plus the shortcut."""
 
     def __init__(
@@ -310,23 +326,17 @@ class Bottleneck(nnx.Module):
         self.norm2 = norm(inner_features)
         self.conv3 = conv(inner_features, out_features, 1)
         self.norm3 = norm(out_features)
-        self.shortcut: Any = nnx.data(None)
-        self.shortcut_norm: Any = nnx.data(None)
-        if strides > 1 or in_features != out_features:
-            self.shortcut = conv(in_features, out_features, 1, strides)
-            self.shortcut_norm = norm(out_features, activation=None)
+        self._make_shortcut(in_features, out_features, strides, conv, norm)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         """Return the output of the block; the norms apply the ReLUs, the last one to the sum."""
-        shortcut = x
-        if self.shortcut is not None:
-            shortcut = self.shortcut_norm(self.shortcut(x), mask=mask)
+        shortcut = self._apply_shortcut(x, mask)
         h = self.norm1(keep_conv(self.conv1(x)), mask=mask)
         h = self.norm2(keep_conv(self.conv2(h)), mask=mask)
         return self.norm3(self.conv3(h), mask=mask, residual=shortcut)
 
 
-class BasicBlock(nnx.Module):
+class BasicBlock(Block):
     """Block of two 3x3 convolutions, each with its norm, plus the shortcut."""
 
     def __init__(
@@ -343,17 +353,11 @@ class BasicBlock(nnx.Module):
         self.norm1 = norm(out_features)
         self.conv2 = conv2(out_features, out_features, 3)
         self.norm2 = norm(out_features)
-        self.shortcut: Any = nnx.data(None)
-        self.shortcut_norm: Any = nnx.data(None)
-        if strides > 1 or in_features != out_features:
-            self.shortcut = conv(in_features, out_features, 1, strides)
-            self.shortcut_norm = norm(out_features, activation=None)
+        self._make_shortcut(in_features, out_features, strides, conv, norm)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         """Return the output of the block; the norms apply the ReLUs, the last one to the sum."""
-        shortcut = x
-        if self.shortcut is not None:
-            shortcut = self.shortcut_norm(self.shortcut(x), mask=mask)
+        shortcut = self._apply_shortcut(x, mask)
         h = self.norm1(keep_conv(self.conv1(x)), mask=mask)
         return self.norm2(self.conv2(h), mask=mask, residual=shortcut)
 
@@ -370,6 +374,7 @@ class FrozenBatchNorm(BatchNorm):
         residual: ArrayLike | None = None,
     ) -> jax.Array:
         """Normalize x with the running statistics; `use_running_average` and `mask` are unused."""
+        # Gradients are zero and not missing, so that optimizers see the tree of other norms.
         constants = (
             lax.stop_gradient(v[...]) for v in (self.mean, self.var, self.scale, self.bias)
         )

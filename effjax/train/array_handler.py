@@ -18,7 +18,6 @@ from orbax.checkpoint import future
 
 from .._slices import Bounds, Rows, create_array, own_shards, read_rows, sharding_of
 from .host_memory import MAX_BYTES_IN_FLIGHT, SLICE_BYTES
-from .processes import is_first
 
 
 def make_handler_registry() -> ocp.handlers.CheckpointHandlerRegistry:
@@ -167,7 +166,9 @@ def _create(info: Any, a: jax.Array) -> Any:
         # Otherwise Orbax would miss a chunk of zeros.
         "store_data_equal_to_fill_value": True,
     }
-    options: dict[str, Any] = {"create": True} if is_first() else {"assume_metadata": True}
+    options: dict[str, Any] = (
+        {"create": True} if jax.process_index() == 0 else {"assume_metadata": True}
+    )
     return ts.open(spec, open=True, context=_context(), **options)
 
 

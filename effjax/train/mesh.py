@@ -138,6 +138,7 @@ def param_shardings(state: Any, mesh: AnyMesh, stacked: bool = False) -> Any:
 
 def gather_params(params: Any, mesh: AnyMesh) -> Any:
     """Replicate split parameters to compute with them; their gradients are split again."""
+    # Without this, XLA may split the computation over `fsdp` instead, as tensor parallelism does.
     if FSDP not in mesh.shape:
         return params
     return jax.tree.map(

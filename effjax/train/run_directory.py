@@ -120,6 +120,7 @@ class RunDirectory:
         if not self.writes:
             yield
             return
+        # The system frees a lock of `flock` with its process. A lock file would stay after a kill.
         folder = os.open(self.path, os.O_RDONLY)
         try:
             try:
@@ -215,6 +216,7 @@ class RunDirectory:
         if self.is_gone:  # Orbax may have made the directory again
             raise FileNotFoundError(errno.ENOENT, "the run was deleted", str(self.path))
         line = json.dumps(record, allow_nan=False) + "\n"
+        # A process that is killed here leaves part of a line, which the next call cuts off.
         with (self.path / self.METRICS).open("a+b") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -316,11 +318,13 @@ def _explain(path: Path, problem: str, remedy: str) -> Iterator[None]:
 
 
 def _check_writable(path: Path) -> None:
+    # `os.access` knows of no read-only file systems or quotas, and says yes to root.
     with tempfile.TemporaryFile(dir=path):
         pass
 
 
 def _replace(file: Path, content: str | bytes) -> None:
     partial = file.with_name(f"{file.name}.partial")
+    # A reader finds the old content or the new one, also if this process is killed.
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(partial, file)

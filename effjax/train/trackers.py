@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .._extras import install_command
 from .config import RunConfig
@@ -16,16 +16,6 @@ from .errors import TrainError, quoted
 from .task import SAMPLES, Metrics, Progress, Record
 
 PROJECT = "effjax"  # unless WANDB_PROJECT or TRACKIO_PROJECT is set
-
-
-class Tracker(Protocol):
-    """Interface of a program that records a run."""
-
-    def add(self, values: Mapping[str, float | str], step: int) -> None:
-        """Record numbers and texts of a step, by name."""
-
-    def close(self) -> None:
-        """Write what is not yet written."""
 
 
 class TensorBoard:
@@ -112,7 +102,7 @@ class TrackedProgress(Progress):
     without it.
     """
 
-    def __init__(self, shown: Progress, tracker: Tracker | None):
+    def __init__(self, shown: Progress, tracker: TensorBoard | OnlineRun | None):
         self.shown, self.tracker = shown, tracker
 
     def start(self, steps: int, done: int) -> None:
