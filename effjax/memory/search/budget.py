@@ -13,9 +13,8 @@ from ...ops._common.arguments import as_integer
 from ..compiler.cache import default_folder
 from ..compiler.lower import PlanError, split_modules
 from ..compiler.packages import find_compiler
-from ..compiler.process import open_pipe
 from ..devices import Target, find_rates, find_target
-from ..plan import DEFAULT_TARGET, PlanArguments, resolve_memory_fraction, start_plan
+from ..plan import DEFAULT_TARGET, PlanArguments, plan, resolve_memory_fraction
 from ..render import Progress, format_bytes, format_seconds
 from ..results import MemoryPlan, OptionSearch, Trial, describe_options
 
@@ -287,19 +286,16 @@ def _compile_in_turn(
         label = describe_options(candidate.options)
         report.run([label])
         try:
-            with open_pipe() as pipe:
-                plan = start_plan(fun, args, options)(pipe)
+            planned = plan(fun, *args, **options)
         except PlanError as error:
             errors.append(error)
             search.fail(position, error)
             report.finish(f"{label}: failed")
             continue
-        search.add(position, plan)
-        fits, seconds = "fits" if plan.fits else "too much", format_seconds(plan.step_seconds)
-        report.finish(
-            f"{label}: {format_bytes(plan.peak_device_bytes)}, {fits}, {seconds} a step, "
-            f"{time.perf_counter() - began:.1f} s"
-        )
+        search.add(position, planned)
+        size, fits = format_bytes(planned.peak_device_bytes), "fits" if planned.fits else "too much"
+        seconds, took = format_seconds(planned.step_seconds), time.perf_counter() - began
+        report.finish(f"{label}: {size}, {fits}, {seconds} a step, {took:.1f} s")
     if errors and all(candidate.plan is None for candidate in search.candidates.values()):
         raise errors[0]
 
