@@ -129,7 +129,7 @@ def read_end(out: Path) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
     """Return the arrays of the last checkpoint, and the lines of metrics.jsonl without times."""
     run = RunDirectory.find(out)
     task = prepare(FinetuneConfig.from_json(run.read_config()["options"]))
-    with Checkpoints(run.checkpoints, read_only=True) as saved:
+    with Checkpoints(run.checkpoints) as saved:
         state = saved.restore(task.shapes(), saved.steps[-1])
     metrics = [{k: v for k, v in line.items() if k not in TIMING} for line in run.read_metrics()]
     arrays = [

@@ -119,9 +119,11 @@ def decoder_shapes(
         name: jax.ShapeDtypeStruct((config.num_hidden_layers, *shape), dtype)
         for name, shape in layers.items()
     }
-    for name in [f"{name}.weight" for name in linear] if quantize is not None else ():
-        pair = jax.eval_shape(functools.partial(quantize_array, form=quantize), stacked.pop(name))
-        stacked |= {name + CODES: pair.codes, name + SCALES: pair.scales}
+    if quantize is not None:
+        for name in [f"{name}.weight" for name in linear]:
+            a = stacked.pop(name)
+            pair = jax.eval_shape(functools.partial(quantize_array, form=quantize), a)
+            stacked |= {name + CODES: pair.codes, name + SCALES: pair.scales}
     return stacked, {name: jax.ShapeDtypeStruct(s, dtype) for name, s in others.items()}
 
 

@@ -34,7 +34,7 @@ def cast_batch(
     config: ImageNetworkConfig,
     x: ArrayLike,
     mask: ArrayLike | None,
-    in_channels: int | None,
+    in_channels: int,
     smallest: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Check a batch of images and cast it to the dtype of the computation.
@@ -43,17 +43,17 @@ def cast_batch(
         config: options of the network.
         x: [N, H, W, in_channels], H and W at least `smallest`.
         mask: [N] or [N, 1, 1, 1], or None.
-        in_channels: If None, any number of channels.
+        in_channels: the number of channels.
         smallest: the smallest height and width.
 
     Returns:
         x, and the mask as [N, 1, 1, 1].
     """
     x = as_real_array("x", x)
-    if x.ndim != 4 or in_channels not in (None, x.shape[-1]) or min(x.shape[1:3]) < smallest:
+    if x.ndim != 4 or x.shape[-1] != in_channels or min(x.shape[1:3]) < smallest:
         raise ValueError(
-            f"`x` of shape {x.shape} must be [N, H, W, {in_channels or 'C'}], features last, "
-            f"with height and width of at least {smallest}."
+            f"`x` of shape {x.shape} must be [N, H, W, {in_channels}], features last, with height "
+            f"and width of at least {smallest}."
         )
     if mask is not None:
         mask = as_array("mask", mask, jnp.bool_).reshape(x.shape[0], 1, 1, 1)

@@ -80,13 +80,12 @@ class Checkpoints:
     With several processes, all must make the same calls in the same order.
 
     Args:
-        directory: The directory of the checkpoints; created unless `read_only`.
+        directory: The directory of the checkpoints; created if it is missing.
         keep: Number of evaluated checkpoints to keep, the last ones, in addition to the best and
             the newest checkpoint.
-        read_only: If True, do not create the directory. A missing one has no checkpoints.
     """
 
-    def __init__(self, directory: Path, keep: int = 1, read_only: bool = False):
+    def __init__(self, directory: Path, keep: int = 1):
         self.directory = directory
         self._scores: dict[int, Score] = {}
         # Manifest of the checkpoint being written, without digests. The background thread of Orbax
@@ -97,7 +96,6 @@ class Checkpoints:
             (step, tuple(score)) for step, score in run_on_first(lambda: [*self._read_scores()])
         )
         options = ocp.CheckpointManagerOptions(
-            create=not read_only,
             lightweight_initialize=True,  # do not read _CHECKPOINT_METADATA, which has no digest
             preservation_policy=_PreservationPolicy(keep, self._scores),
             async_options=ocp.AsyncOptions(
@@ -196,23 +194,6 @@ class Checkpoints:
         manifest = run_on_first(lambda: _read_manifest(self.directory / str(step)))
         return manifest["metrics"], manifest["records"]
 
-    def restore(self, like: Any, step: int) -> Any:
-        """Return the state of a checkpoint.
-
-        Args:
-            like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and
-                dtypes of the state. Each restored array gets the sharding of its counterpart, or
-                is placed on the first device of this process if that has none.
-            step: One of `steps`.
-
-        Raises:
-            TrainError: The files do not match the manifest, belong to another model or another
-                version of effjax, or cannot be read at the moment.
-        """
-        if damage := self.find_damage(step):
-            raise TrainError(f"{self.directory / str(step)} is damaged ({damage})")
-        return self._restore_intact(like, step)
-
     def restore_first_intact(
         self, like: Any, steps: Iterable[int], log: Callable[[str], None]
     ) -> tuple[int, Any]:
@@ -221,7 +202,9 @@ class Checkpoints:
         The damaged ones before it are renamed to `damaged-STEP`.
 
         Args:
-            like: As in `restore`.
+            like: A pytree of arrays or `jax.ShapeDtypeStruct`s with the structure, shapes and
+                dtypes of the state. Each restored array gets the sharding of its counterpart, or
+                is placed on the first device of this process if that has none.
             steps: Steps to try, in order of preference.
             log: Function that is called with one line for each damaged checkpoint.
 
@@ -229,13 +212,14 @@ class Checkpoints:
             The step and the state.
 
         Raises:
-            TrainError: As in `restore`, or no checkpoint is intact. Nothing has been renamed.
+            TrainError: No checkpoint is intact, or the first intact one belongs to another model or
+                another version of effjax, or cannot be read. Nothing has been renamed.
         """
         damaged: dict[int, str] = {}
         for step in steps:
             damage = self.find_damage(step)
             if damage is None:
-                state = self._restore_intact(like, step)
+                state = self.restore(like, step)
                 break
             damaged[step] = damage
         else:
@@ -256,7 +240,8 @@ class Checkpoints:
             self._manager.reload()  # Orbax caches the list of steps
         return step, state
 
-    def _restore_intact(self, like: Any, step: int) -> Any:
+    def restore(self, like: Any, step: int) -> Any:
+        """Return the state of an intact checkpoint, as `restore_first_intact` does."""
         like = jax.tree.map(_shape_of, like)
         try:
             return self._manager.restore(step, args=ocp.args.StandardRestore(like))

@@ -65,7 +65,7 @@ def task_of(path, **changes):
 
 def parameters(path, task):
     """Return the state in the last checkpoint, whatever devices wrote it, with the bits of keys."""
-    with Checkpoints(RunDirectory.open(path).checkpoints, read_only=True) as saved:
+    with Checkpoints(RunDirectory.open(path).checkpoints) as saved:
         state = saved.restore(task.shapes(), saved.steps[-1])
     return jax.tree.map(as_numbers, state)
 
@@ -134,7 +134,7 @@ def test_sigterm_saves_both_processes(stopped):
     assert "stopped and saved at step" in ended[0].err
     assert ["compiling" in one.out for one in ended] == [True, False]
     assert RunDirectory.open(run).read_metrics()[-1] == {"kind": "interrupted"}
-    with Checkpoints(run / "checkpoints", read_only=True) as saved:
+    with Checkpoints(run / "checkpoints") as saved:
         last = saved.steps[-1]
         assert last > 0 and f"at step {last}." in ended[0].err
         assert saved.find_damage(last) is None

@@ -30,7 +30,7 @@ TODAY = datetime.date(2026, 1, 31)
 
 
 def restore(task, run, step):
-    with Checkpoints(run.checkpoints, read_only=True) as checkpoints:
+    with Checkpoints(run.checkpoints) as checkpoints:
         return checkpoints.restore(task.shapes(), step)
 
 
