@@ -149,7 +149,7 @@ def compare(base: Path, folder: Path, case: Case) -> dict[str, Any]:
     theirs = dict(case.theirs)
     if config.packing:
         # A batch of all rows: their order differs.
-        count = prepare(config, jax.devices()[:1]).data.rows_per_epoch
+        count = len(prepare(config, jax.devices()[:1]).data.train)
         config = dataclasses.replace(config, batch_size=count)
         theirs |= {"packing": True, "per_device_train_batch_size": count}
     if case.lora:
