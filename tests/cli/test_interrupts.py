@@ -40,6 +40,7 @@ def test_the_second_signal_acts_as_before(set_handler, capfd, number):
 def test_processes_are_stopped_by_sigterm(set_handler, number):
     """JAX receives it, and stops all processes after the same step."""
     of_jax = []
+    set_handler(number, lambda *_: None)  # not that of nohup, which ignores SIGHUP
     set_handler(signal.SIGTERM, lambda number, _: of_jax.append(number))
     with stop_signals(has_joined=True):
         signal.raise_signal(number)
