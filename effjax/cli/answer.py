@@ -1,4 +1,4 @@
-"""What `effjax memory` prints: tables, sentences, JSON and plots of its results."""
+"""Output of `effjax memory`: tables, sentences, JSON and plots of its results."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -26,7 +26,7 @@ class PlannedRun(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a step may use: a share of each device, and pinned bytes of the host if known."""
+    """Limits of a step: a share of each device, and pinned bytes of the host if known."""
 
     target: "Target"
     memory_fraction: float

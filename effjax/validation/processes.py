@@ -14,7 +14,7 @@ from .checks import Failure
 
 
 class Run(NamedTuple):
-    """What a process has printed, and how it ended."""
+    """Output of a process, and how it ended."""
 
     lines: list[str]
     failure: Failure | None  # "crash" or "timeout"
