@@ -1,4 +1,4 @@
-"""Checks of the content of files, and a reader of JSON objects."""
+"""Checks of the content of files, and readers of texts and of JSON objects."""
 
 import json
 from collections.abc import Iterable
@@ -22,6 +22,27 @@ def check_distinct(names: Iterable[str]) -> None:
         seen.add(name)
 
 
+def read_text(path: Path) -> str:
+    """Return the content of a text file in UTF-8.
+
+    Raises:
+        ValueError: if it is a pipe or a device, which could block, or not UTF-8.
+        OSError: if it cannot be read.
+    """
+    check(path.is_file() or not path.exists(), "not a regular file")
+    return path.read_text(encoding="utf-8")
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object; raise ValueError if the text is not one."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    check(isinstance(value, dict), f"{type(value).__name__}, not an object")
+    return value
+
+
 def read_json_object(path: Path, kind: str) -> dict[str, Any]:
     """Return the JSON object in a file of at most 10 MB.
 
@@ -34,10 +55,8 @@ def read_json_object(path: Path, kind: str) -> dict[str, Any]:
         OSError: if the file cannot be read.
     """
     try:
-        check(path.is_file() or not path.exists(), "not a regular file")  # it could block
-        check(path.stat().st_size <= MAX_JSON_BYTES, f"{path.stat().st_size} bytes")
-        value = json.loads(path.read_bytes())
-        check(isinstance(value, dict), "not an object")
-    except (ValueError, RecursionError) as error:
+        size = path.stat().st_size
+        check(size <= MAX_JSON_BYTES, f"{size} bytes")
+        return parse_object(read_text(path))
+    except ValueError as error:
         raise ValueError(f"{path}: not {kind} ({error!s:.200})") from error
-    return value

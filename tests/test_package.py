@@ -42,7 +42,7 @@ RULES = {
     "optimizers": ("", "jax optax"),
     "validation": ("memory native ops", "jax numpy optax"),
     "train": (
-        "_extras _names _slices _version models optimizers",
+        "_extras _files _names _slices _version models optimizers",
         "jax numpy optax orbax tensorstore rich matplotlib tensorboard",
     ),
     "train.images": (
@@ -50,7 +50,7 @@ RULES = {
         f"{FLAX} optax rich sklearn PIL",
     ),
     "train.text": (
-        "_extras _version train models convert ops",
+        "_extras _files _version train models convert ops",
         "jax numpy optax rich tokenizers jinja2 huggingface_hub datasets",
     ),
     "cli": (

@@ -26,12 +26,13 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from .._files import parse_object, read_text
 from .._slices import sharding_of
 from .._version import __version__
 from .array_handler import make_handler_registry
 from .errors import PreemptionError, TrainError
 from .processes import is_multiprocess, run_on_first
-from .run_directory import digest_json, parse_object, read_regular
+from .run_directory import digest_json
 from .task import Metrics, Record
 
 MANIFEST = "manifest.json"
@@ -311,7 +312,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, Any]:
         OSError: It cannot be read.
         ValueError: It is damaged.
     """
-    manifest = parse_object(read_regular(checkpoint / MANIFEST))
+    manifest = parse_object(read_text(checkpoint / MANIFEST))
     if manifest.pop("sha256", None) != digest_json(manifest):
         raise ValueError("the manifest does not match its SHA-256 digest")
     if manifest.get("format") != FORMAT:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from .._extras import install_command
+from .._files import parse_object, read_text
 from .config import fingerprint
 from .errors import TrainError, check_orbax_path, printable
 
@@ -104,7 +105,7 @@ class RunDirectory:
         """Return True if the directory is that of a run."""
         # Other programs have a config.json too.
         try:
-            return VERSION_KEY in parse_object(read_regular(self.path / self.CONFIG))
+            return VERSION_KEY in parse_object(read_text(self.path / self.CONFIG))
         except (OSError, ValueError):
             return False
 
@@ -164,7 +165,7 @@ class RunDirectory:
         """Return the content of config.json. Raises TrainError if its options were edited."""
         file = self.path / self.CONFIG
         with _explain(file, "cannot be read", "Start a new run."):
-            config = parse_object(read_regular(file))
+            config = parse_object(read_text(file))
             expected = config.get("fingerprint")
             edited = expected is not None and expected != fingerprint(config.get("options", {}))
         if edited:
@@ -202,7 +203,7 @@ class RunDirectory:
         """Return the lines of metrics.jsonl, without an incomplete last one."""
         file = self.path / self.METRICS
         with _explain(file, "cannot be read", "Start a new run."):
-            lines = read_regular(file).split("\n")[:-1] if file.exists() else []
+            lines = read_text(file).split("\n")[:-1] if file.exists() else []
             return [parse_object(line) for line in lines]
 
     def append(self, record: dict[str, Any]) -> None:
@@ -282,24 +283,6 @@ def default_path(command: str) -> Path:
         number += 1
         path = DEFAULT / f"{name}-{number}"
     return path
-
-
-def read_regular(file: Path) -> str:
-    """Return the content of a text file; raise OSError if it is a pipe, which could block."""
-    if file.exists() and not file.is_file():
-        raise OSError(errno.EINVAL, "not a regular file", str(file))
-    return file.read_text()
-
-
-def parse_object(text: str) -> dict[str, Any]:
-    """Return a JSON object; raise ValueError if the text is not one."""
-    try:
-        value = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{type(value).__name__}, not an object")
-    return value
 
 
 def digest_json(value: Any) -> str:

@@ -1,9 +1,9 @@
 """Readers of the small files of a checkpoint and of prompts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from ..._files import parse_object
 from ..errors import DataError, check_regular, quoted, unreadable
 
 
@@ -30,9 +30,6 @@ def read_json(file: Path) -> dict[str, Any]:
         DataError: It cannot be read, or contains anything else.
     """
     try:
-        content = json.loads(read_text(file))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: is not JSON ({quoted(error)})") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{file}: must contain a JSON object")
-    return content
+        return parse_object(read_text(file))
+    except ValueError as error:
+        raise DataError(f"{file}: must be a JSON object ({quoted(error)})") from error

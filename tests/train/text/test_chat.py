@@ -187,8 +187,8 @@ def test_truncation_and_padding_of_the_file(load, tmp_path):
     [
         ("tokenizer.json", b"{}", "is not a tokenizer"),
         ("tokenizer_config.json", None, "cannot be read"),
-        ("tokenizer_config.json", b"{", "is not JSON"),
-        ("tokenizer_config.json", b"[]", "must contain a JSON object"),
+        ("tokenizer_config.json", b"{", "must be a JSON object"),
+        ("tokenizer_config.json", b"[]", "must be a JSON object"),
         ("tokenizer_config.json", b'{"eos_token": "<end>"}', "`eos_token` (='<end>') is not in"),
         ("tokenizer_config.json", b'{"chat_template": 1}', "`chat_template` must be a string"),
         ("chat_template.jinja", b"\xff", "is not UTF-8"),
