@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from .._extras import install_command
 from ..train.errors import TrainError, printable, quoted
 
-LONGEST = 2000  # characters of a message; a file may have a key of 100 MB
+LONGEST = 1000  # characters of a message; a file may have a key of 100 MB
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
 ctrl_c: list[int] = []  # the signals of Ctrl-C outside of a run
 
@@ -54,13 +54,18 @@ def report(error: BaseException) -> int | None:
     elif not isinstance(error, TrainError):
         return None
     if message:
-        # One line, also for messages of libraries: it is what a log of many jobs shows.
-        message = " ".join(message.split())
-        if len(message) > LONGEST:  # the remedy is at the end
-            message = f"{message[: LONGEST // 2]} […] {message[-LONGEST // 2 :]}"
         # In one piece: threads of JAX write to stderr, too.
-        sys.stderr.write(f"effjax: {printable(message)}\n")
+        sys.stderr.write(f"effjax: {printable(shorten(message))}\n")
     return code
+
+
+def shorten(message: str) -> str:
+    """Return a message on one line, without the middle of a long one."""
+    # Also those of libraries: a line is what a log of many jobs shows. The remedy is at the end.
+    message = " ".join(message.split())
+    if len(message) <= LONGEST:
+        return message
+    return f"{message[: LONGEST // 2]} […] {message[-LONGEST // 2 :]}"
 
 
 def _describe_usage_error(error: Any) -> str:

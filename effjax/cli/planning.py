@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..train.host_memory import host_phases, machine_bytes
 from ..train.text.config import FinetuneConfig
-from .user_steps import shorten
+from .errors import shorten
 
 if TYPE_CHECKING:
     from ..memory import Comparison, MemoryPlan, Target

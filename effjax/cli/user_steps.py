@@ -13,7 +13,6 @@ from typing import Any
 from ..train.errors import TrainError, printable
 from .errors import CommandError
 
-_MAX_LENGTH = 1000  # characters of an error, to fit on a screen
 _STDLIB = sysconfig.get_path("stdlib")
 
 
@@ -69,12 +68,12 @@ def errors_in_one_line(prefix: str = "", in_users_code: bool = False) -> Iterato
     except (TrainError, CommandError):
         raise
     except PlanError as error:
-        raise CommandError(f"{prefix}{shorten(str(error))}") from error
+        raise CommandError(f"{prefix}{error}") from error
     except Exception as error:
         if in_users_code:
             raise CommandError(describe_error(error)) from error
         if isinstance(error, (ValueError, TypeError)):
-            raise TrainError(f"{prefix}{shorten(str(error))}") from error
+            raise TrainError(f"{prefix}{error}") from error
         raise
 
 
@@ -82,24 +81,16 @@ def describe_error(error: BaseException) -> str:
     """Describe an error in one line, with the innermost line of the user's code."""
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError):
-        return shorten(f"{error.filename}:{error.lineno}: {message}")
+        return f"{error.filename}:{error.lineno}: {message}"
     frames = traceback.extract_tb(error.__traceback__)
     user = [frame for frame in frames if _is_user_file(frame.filename)]
     if not user:
-        return shorten(str(error) or message)
+        return str(error) or message
     last = user[-1]
-    return shorten(f"{os.path.relpath(last.filename)}:{last.lineno}, {last.line}: {message}")
+    return f"{os.path.relpath(last.filename)}:{last.lineno}, {last.line}: {message}"
 
 
 def _is_user_file(file: str) -> bool:
     from ..memory.read.source import is_in_library  # imports JAX
 
     return not (is_in_library(file) or file.startswith((_STDLIB, "<")))
-
-
-def shorten(message: str) -> str:
-    """Return a message on one line, without the middle of a long one."""
-    message = " ".join(message.split())
-    if len(message) <= _MAX_LENGTH:
-        return message
-    return f"{message[: _MAX_LENGTH * 3 // 4]} … {message[-_MAX_LENGTH // 4 :]}"
