@@ -94,7 +94,6 @@ def doctor(
     show(as_json)
 
 
-# `Command` lays out the help of commands with many options.
 app.command("convert", cls=Command)(convert)
 app.command("merge", cls=Command)(merge)
 command(app, "generate", GenerateOptions)(generate)

@@ -45,7 +45,6 @@ def convert(
     """
     import jax
     from rich.console import Console
-    from rich.progress import Progress
 
     from ..convert import DENSENET, load_weights
     from ..convert.files import TORCH_SUFFIXES
@@ -63,15 +62,10 @@ def convert(
     console = Console()
     options = {} if num_classes is None else {"num_classes": num_classes}
     try:
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("load", total=3)
-            weights = load_weights(source)
-            bar.update(task, description="convert", advance=1)
-            with warnings.catch_warnings(record=True) as caught:
-                variables = network_variables(model, weights, prefix, options)
-            bar.update(task, description="write", advance=1)
-            write_checkpoint(to, as_nnx(variables) if flavor == "nnx" else variables)
-            bar.advance(task)
+        weights = load_weights(source)
+        with warnings.catch_warnings(record=True) as caught:
+            variables = network_variables(model, weights, prefix, options)
+        write_checkpoint(to, as_nnx(variables) if flavor == "nnx" else variables)
     except OSError as error:
         reason = error.strerror or error
         raise TrainError(f"{error.filename or source}: {reason}. Check the paths.") from error

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from .errors import TrainError
 
-# Groups of options in the help of a command.
 DATA, MODEL, OPTIMIZATION, RUN, PROCESSES, PLAN = (
     "Data", "Model", "Optimization", "Run", "Several processes", "Plan",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from .run_directory import RunDirectory
 Metrics = Mapping[str, float]
 Part = Literal["validation", "test"]  # of the data
 Record = dict[str, Any]  # a line of metrics.jsonl
+AS_GIVEN = "as given"  # the form of a step with the options that are given
 SAMPLES = "samples"  # of a record: texts as `{"prompt": ..., "text": ...}`
 Stop = Callable[[int], bool]  # called with a step
 TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, key)

@@ -63,7 +63,6 @@ class OnlineRun:
 
     def __init__(self, name: str, folder: Path, options: Mapping[str, Any]):
         package = importlib.import_module(name)
-        # The identifier is in the run, so that a resumed run continues its record.
         folder.mkdir(exist_ok=True)
         file = folder / "id"
         if not file.exists():

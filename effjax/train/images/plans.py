@@ -19,7 +19,7 @@ from ...models import DenseNet
 from ...models.densenet import DENSENET_OPTIONS
 from ..mesh import planning_mesh
 from ..optimizers import make_schedule, make_sgd
-from ..task import Form, MemoryChoices
+from ..task import AS_GIVEN, Form, MemoryChoices
 from .config import DenseNetRunConfig, ImageConfig
 from .steps import (
     Batch,
@@ -41,7 +41,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "effjax features": {"efficient": True, "save": "features"},
 }
 FLAX_FORMS = "plain", "jax.checkpoint"
-AS_GIVEN = "as given"  # the form of a step with the options that are given
 IMAGENET, CIFAR = (224, 1000), (32, 10)  # side and classes
 
 
@@ -118,7 +117,6 @@ def training_step(
             return with_flax_layers(model, checkpoint=form == "jax.checkpoint")
         return model
 
-    # Only the shapes of the optimizer's state matter here, not the length of the schedule.
     schedule = make_schedule(config.schedule, config.learning_rate, config.epochs)
     optimizer = make_sgd(schedule, config.momentum, config.weight_decay)
     mesh = planning_mesh(config.mesh, num_devices)
@@ -156,7 +154,6 @@ def memory_choices(
         image_shape: As in `training_step`.
         num_classes: As in `training_step`.
     """
-    # Values in the order of the memory they need.
     options: dict[str, tuple[Any, ...]] = {
         "efficient": (False, True),
         "save": ("conv", "features"),

@@ -362,7 +362,6 @@ def _shard_map_step(learner: Learner, mesh: Mesh) -> TrainStep:
 
 
 def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
-    # Nothing catches a forgotten reduction.
 
     def step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(jax.random.fold_in(key, state.step), lax.axis_index(AXIS))
@@ -381,7 +380,6 @@ def _pmap_step(learner: Learner, mesh: Mesh) -> TrainStep:
     num_local = sum(device.process_index == jax.process_index() for device in devices)
 
     def over_devices(state: TrainState, batch: Batch, key: jax.Array) -> Any:
-        # `batch` holds the rows of this process.
         rows = [a.reshape(num_local, -1, *a.shape[1:]) for a in batch]
         return jax.tree.map(over_processes, mapped(state, Batch(*rows), key))
 

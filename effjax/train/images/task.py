@@ -154,7 +154,6 @@ def _complete(config: ImageConfig, source: SourceWeights) -> ImageConfig:
 def _pixel_statistics(config: ImageConfig, dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the standard deviation that normalize the pixels, [C]."""
     if config.normalize != "imagenet" or isinstance(dataset.train_images, ImageFiles):
-        # This reads all files too.
         counts = sum_over_processes(functools.partial(channel_counts, dataset.train_images))
         if config.normalize != "imagenet":
             return channel_statistics(counts)

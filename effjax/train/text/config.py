@@ -22,7 +22,6 @@ from ..config import (
 )
 from ..errors import TrainError
 
-# Default learning rates of fine-tuning: of all parameters, and of adapters.
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 DPO_FULL_RATE, DPO_LORA_RATE = 1e-6, 1e-5
 DPO_BETA = 0.1

@@ -306,7 +306,6 @@ class DecoderLearner:
             def draw(i: int, name: str, a: jax.ShapeDtypeStruct) -> jax.Array:
                 if name.endswith(LORA_B):
                     return jnp.zeros(a.shape, a.dtype)
-                # PEFT's kaiming_uniform with a = sqrt(5) is this bound.
                 bound = a.shape[-1] ** -0.5
                 key_i = jax.random.fold_in(key, i)
                 return jax.random.uniform(key_i, a.shape, a.dtype, -bound, bound)

@@ -15,12 +15,11 @@ from ...models import DecoderConfig
 from ...ops.offload import offload_jit
 from ..errors import TrainError
 from ..mesh import batch_sharding, planning_mesh
-from ..task import Form, MemoryChoices
+from ..task import AS_GIVEN, Form, MemoryChoices
 from .base import find_base
 from .config import FinetuneConfig
 from .learner import make_learner
 
-AS_GIVEN = "as given"  # the form of a step with the options that are given
 # The options that `effjax memory` changes to compare forms of a step.
 FORMS: dict[str, dict[str, Any]] = {
     "in memory": {"fuse_update": False, "policy": "everything"},
@@ -124,7 +123,6 @@ def memory_choices(config: FinetuneConfig, given: set[str], num_devices: int = 1
         given: The names of the options that must keep their values.
         num_devices: The number of devices.
     """
-    # Those that need the most memory come first.
     options: dict[str, tuple[Any, ...]] = {
         "policy": ("everything", "dots", "recompute"),
         "activations_in": ("device", "host"),

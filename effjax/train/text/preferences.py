@@ -59,7 +59,6 @@ def preference_loss(
         log_probs: From `sum_log_probs`.
         batch: From `PackedPairs.batch`.
     """
-    # beta · log(π / π₀)
     rewards = beta * (log_probs - batch["references"])
     chosen, rejected = rewards[..., 0], rewards[..., 1]
     margin, pairs = chosen - rejected, batch["pairs"]

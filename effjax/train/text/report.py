@@ -31,7 +31,6 @@ def describe(task: TextTask) -> list[str]:
     ]
 
 
-# None of these is an error: a run of a few rows, or on very long texts, may be meant so.
 def _warn(config: FinetuneConfig, rows: PackedRows) -> list[str]:
     """Return what is probably not intended, one line each."""
     data, warnings = rows.source, []
@@ -76,8 +75,7 @@ def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:
     ]
     lines += data.notes
     packed = "packed into" if config.packing else "not packed:"
-    count = counted(len(rows.train), "pair of rows" if config.has_pairs else "row")
-    count = count.replace("pair of rowss", "pairs of rows")
+    count = counted(len(rows.train), "row") + (" × 2" if config.has_pairs else "")
     lines.append(
         f"{packed} {count} of {config.max_length} tokens, "
         f"{rows.train.efficiency:.0%} of which are used"

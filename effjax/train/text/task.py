@@ -255,7 +255,6 @@ class TextTask(Task[TextResult]):
         return self.config.batch_size // self.config.num_microbatches
 
     def make_step(self) -> TrainStep:
-        # Each array keeps its sharding and its memory.
         return offload_jit(self.learner.train_step())
 
     def make_eval(self) -> Callable[[DecoderState, Part], Metrics]:
