@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from .._extras import install_command
 from ..train.errors import TrainError, printable, quoted
+from .other_names import suggest
 
 LONGEST = 1000  # characters of a message; a file may have a key of 100 MB
 USAGE, INTERRUPTED, PREEMPTED = 2, 130, 75  # exit codes: a wrong option, Ctrl-C, SIGTERM
@@ -72,6 +73,9 @@ def _describe_usage_error(error: Any) -> str:
     """Return the message of an error of typer, whose classes are private."""
     message = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
+    if context and hasattr(error, "possibilities"):  # an option that does not exist
+        hint = suggest(error.option_name, context.command.params)
+        message = f"No such option: {error.option_name}.{hint}".rstrip(".") if hint else message
     if message and context:  # without a message, the help has been printed
         message = f"{message}. See {context.command_path} --help."
     return message

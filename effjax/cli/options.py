@@ -30,6 +30,7 @@ from ..train.config import (
 )
 from ..train.errors import TrainError
 from . import errors
+from .other_names import suggest
 
 GROUPS = "Options", DATA, MODEL, OPTIMIZATION, RUN, PLAN, PROCESSES  # in the order of the help
 NAME_WIDTH = 30  # of the first column of the help
@@ -216,7 +217,8 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
         name = str(key).replace("-", "_")
         if name not in params:
             close = difflib.get_close_matches(name, [str(n) for n in params], 1)
-            hint = f" Did you mean {close[0]}?" if close else ""
+            hint = suggest(name, params.values(), in_file=True)
+            hint = hint or (f" Did you mean {close[0]}?" if close else "")
             raise TrainError(f"--config {path}: {key!r:.120} is not an option.{hint}")
         if name in context.default_map:
             raise TrainError(f"--config {path}: {key!r:.120} is given twice.")

@@ -57,6 +57,8 @@ def test_wrong_options_are_not_printed(refused, tmp_path):
         ("epochs", "run.yaml: must have options by name"),
         ("{", "run.yaml: must be YAML"),
         ("epoch: 3", "'epoch' is not an option. Did you mean epochs?"),
+        ("num_train_epochs: 3", "'num_train_epochs' is not an option. Use epochs."),
+        ("bf16: true", "'bf16' is not an option. Use dtype: bfloat16 (the default of training)."),
         ("epochs: many", "'--epochs'"),
         ("epochs: 0", "--epochs (=0) must be between 1"),
         ("save: all", "'--save'"),

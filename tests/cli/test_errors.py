@@ -1,13 +1,17 @@
 """Wrong command lines: one line on stderr, or the help, no traceback, and the right exit code."""
 
 import json
+import re
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
 from effjax import convert
+from effjax.cli.other_names import NAMES
+from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.tiny import write_checkpoint
 from tests.cli.command import TINY, is_escaped, odd_name, one_line
 from tests.convert.pickles import Global, zipped
@@ -61,6 +65,48 @@ def test_no_command_shows_the_help(run, argv):
 def test_wrong_options_are_one_line(refused, tmp_path, argv, message):
     assert message in refused(*argv)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["finetune", "base", "--load-in-4bit"], "Use --quantize nf4 (with --lora). See effjax"),
+        (["finetune", "base", "--lora_r=16"], "Use --lora (the rank)."),
+        (["finetune", "base", "-r", "16"], "No such option: -r. Use --lora (the rank)."),
+        (["finetune", "--model_name_or_path", "base"], "Use the argument CHECKPOINT."),
+        (["finetune", "base", "--per-device-train-batch-size", "1"], "Use --batch-size (rows of"),
+        (["memory", "finetune", "base", "--max_seq_length=8"], "Use --max-length."),
+        (["finetune", "base", "--batch_size", "8"], "No such option: --batch_size. Use --batch-si"),
+        (["generate", "base", "--max-new-tokens", "8"], "Use --max-tokens."),
+        (["merge", "run", "--base-model", "base"], "Use --base."),
+        (["train", "resnet", "--num_epochs", "8"], "Use --epochs."),
+        # Of options that the command lacks, and of misspelled ones, typer's message stays.
+        (["merge", "run", "--load-in-4bit"], "--load-in-4bit. See effjax merge --help."),
+        (["finetune", "base", "--batch-siz", "8"], "(Possible options: --batch-size). See effjax"),
+    ],
+)
+def test_names_of_other_programs(refused, argv, hint):
+    assert hint in refused(*argv)
+
+
+def all_params(command):
+    for child in getattr(command, "commands", {}).values():
+        yield from all_params(child)
+    yield from command.params
+
+
+def test_other_names_stand_for_options():
+    typer = pytest.importorskip("typer")
+    from effjax.cli.app import app
+
+    params = {param.name for param in all_params(typer.main.get_command(app))}
+    options, kinds = {name.replace("_", "-") for name in params}, get_type_hints(FinetuneConfig)
+    for own, _, note in NAMES:
+        name, _, value = own.partition(" ")
+        assert name in params
+        kind = str(kinds.get(name))
+        assert not value or "Literal" not in kind or f"'{value}'" in kind
+        assert {*re.findall("--([a-z-]+)", note)} <= options
 
 
 def test_long_messages_are_cut(refused):
