@@ -10,6 +10,10 @@ from ..._extras import install_command
 from ..errors import DataError, quoted
 
 NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+# A repository may have any of them in its name, but a path that is missing is more likely.
+SUFFIXES = {
+    ".arrow", ".csv", ".gz", ".json", ".jsonl", ".parquet", ".safetensors", ".tsv", ".txt", ".zip",
+}  # fmt: skip
 
 
 class Repository(NamedTuple):
@@ -30,7 +34,12 @@ class Repository(NamedTuple):
 def parse_name(text: str) -> Repository | None:
     """Return the repository that a text names; None for a path, or a text of another form."""
     match = NAME.fullmatch(text)
-    return None if match is None or Path(text).exists() else Repository(match[1], match[2])
+    return None if match is None or names_file(text) else Repository(match[1], match[2])
+
+
+def names_file(text: str) -> bool:
+    """Return whether a text is a path: one that exists, or has the suffix of a file."""
+    return Path(text).exists() or Path(text).suffix.lower() in SUFFIXES
 
 
 def download(

@@ -406,7 +406,7 @@ def _read_examples(
     name: str, tokenizer: Tokenizer, reader: RowReader, pairs: bool
 ) -> Iterator[list[_Example]]:
     """Yield the examples of each row; of pairs, the chosen and the rejected one."""
-    for row in read_rows(name):
+    for row in read_rows(name, reader.columns.get("prompt", "prompt")):
         try:
             if not pairs:
                 yield _render(reader.read(row.content), tokenizer)

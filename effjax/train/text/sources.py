@@ -1,16 +1,21 @@
 """Rows of data sets as dictionaries: files of JSON, CSV and Parquet, and data sets of the Hub."""
 
+import glob
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..._extras import install_command
 from ..errors import DataError, check_regular, quoted, unreadable
-from .hub import parse_name
+from .hub import names_file, parse_name
 
 TABLES = {".csv": "csv", ".parquet": "parquet"}  # what the package `datasets` reads, by suffix
+# Cells are the text of the file. By default, pandas reads NA as null and 007 as 7, and moves the
+# cells of a row that is too long. It has no type for all columns, only a converter for each.
+CSV = {"converters": dict.fromkeys(range(1000), str), "na_filter": False, "index_col": False}
 # A name on the Hub, then the split, after the configuration of a data set that has several.
 DATASET = re.compile(r"([^:]+)(?::([^:]+))??(?::([^:]+))?")
 
@@ -22,22 +27,27 @@ class Row(NamedTuple):
     content: dict[str, Any]
 
 
-def read_rows(name: str) -> Iterator[Row]:
+def read_rows(name: str, prompt: str = "prompt") -> Iterator[Row]:
     """Yield the rows of a data set.
 
     Args:
         name: A file with a JSON object in each line, or a JSON array of them, a .csv or .parquet
-            file, or a data set of the Hub: `OWNER/NAME[@REVISION][[:CONFIGURATION]:SPLIT]`.
+            file, or a data set of the Hub: `OWNER/NAME[@REVISION][[:CONFIGURATION]:SPLIT]`. What
+            exists is a file.
+        prompt: The column of CSV whose cells may be empty. Other empty cells are left out.
 
     Raises:
         DataError: It cannot be read, or a row is not an object. The message names both.
     """
-    path, count = Path(name), 0
-    if Path(name.partition(":")[0]).exists() or parse_name(name.partition(":")[0]) is None:
-        table = TABLES.get(path.suffix.lower())
-        rows = _read_json(path) if table is None else _read_table(path, table)
+    path, count, match = Path(name), 0, DATASET.fullmatch(name)
+    repository = parse_name(match[1]) if match and not names_file(name) else None
+    if match and repository:
+        revision, split = repository.revision, match[3] or "train"
+        rows = _load(name, prompt, repository.name, split, name=match[2], revision=revision)
+    elif path.suffix.lower() in TABLES:
+        rows = _read_table(path, prompt)
     else:
-        rows = _read_hub(name)
+        rows = _read_json(path)
     for count, row in enumerate(rows, 1):  # noqa: B007
         yield row
     if not count:
@@ -79,12 +89,10 @@ def _as_row(path: Path, place: str, value: Any) -> Row:
 def _parse(path: Path, place: str, content: bytes) -> Any:
     """Return a JSON value, or raise DataError."""
     try:
-        value = json.loads(content.rstrip().decode())
+        value = json.loads(_decode(path, place, content.rstrip()))
         if b"\\u" in content:
             json.dumps(value, ensure_ascii=False).encode()
         return value
-    except UnicodeDecodeError as error:
-        problem, cause = f"is not UTF-8 ({error.reason})", error
     except UnicodeEncodeError as error:
         problem, cause = "contains half of a surrogate pair, which is not a character", error
     except json.JSONDecodeError as error:
@@ -99,46 +107,74 @@ def _parse(path: Path, place: str, content: bytes) -> Any:
     raise DataError(f"{path}: {place}: {problem}") from cause
 
 
-def _read_table(path: Path, kind: str) -> Iterator[Row]:
+def _decode(path: Path, place: str, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: {place}: is not UTF-8 ({error.reason})") from error
+
+
+def _read_table(path: Path, prompt: str) -> Iterator[Row]:
     check_regular(path)
-    if not path.exists():
-        raise DataError(f"{path}: cannot be read (No such file). Check its path.")
-    yield from _load(str(path), kind, data_files=str(path), split="train")
+    kind = TABLES[path.suffix.lower()]
+    try:
+        with path.open("rb") as file:
+            # pandas decodes many rows at a time, so that its error would name none.
+            for number, line in enumerate(file if kind == "csv" else (), 1):
+                _decode(path, f"line {number}", line)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    # `datasets` takes a pattern, and a relative path with a colon for a URL.
+    return _load(str(path), prompt, kind, data_files=glob.escape(str(path.absolute())))
 
 
-def _read_hub(name: str) -> Iterator[Row]:
-    match = DATASET.fullmatch(name)
-    repository = parse_name(match[1]) if match else None
-    if match is None or repository is None:
-        raise DataError(f"{name}: must be a file, or OWNER/NAME[@REVISION][[:CONFIGURATION]:SPLIT]")
-    yield from _load(
-        name, repository.name, name=match[2], split=match[3] or "train",
-        revision=repository.revision,
-    )  # fmt: skip
-
-
-def _load(shown: str, *args: Any, **options: Any) -> Iterator[Row]:
+def _load(
+    shown: str, prompt: str, source: str, split: str = "train", **options: Any
+) -> Iterator[Row]:
     """Yield the rows that `datasets.load_dataset` finds."""
     try:
         import datasets  # pyright: ignore[reportMissingImports]
+        from datasets.exceptions import DatasetGenerationError
     except ModuleNotFoundError as error:
         raise DataError(
             f"{shown}: needs {error.name}, which is missing. Run {install_command('datasets')}."
         ) from error
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
+    number, is_local = 0, "data_files" in options
     try:
-        loaded = datasets.load_dataset(*args, **options)
+        is_csv = datasets.load_dataset_builder(source, **options).name == "csv"
+        warnings.filterwarnings("error", "Length of header")  # cells of CSV would be lost
+        options |= CSV if is_csv else {}
+        # Rows that are streamed have no copy in the cache.
+        loaded = datasets.load_dataset(source, split=split, streaming=is_local, **options)
+        for number, row in enumerate(loaded, 1):
+            content = _remove_nulls(row)
+            if is_csv:
+                content = {name: cell for name, cell in content.items() if cell or name == prompt}
+            yield Row(f"row {number}", content)
     # Its errors, and those of its HTTP client, have no common base class.
     except Exception as error:
-        raise DataError(
-            f"{shown}: cannot be loaded ({quoted(error)}). Check the name, the configuration and "
-            "the split; without a network, the cache of `datasets` must have it."
-        ) from error
-    for number, row in enumerate(loaded, 1):
-        yield Row(f"row {number}", dict(row))
+        cause: Any = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        cause = " ".join(str(cause).split())
+        if "index_col" in cause:
+            cause = "row 1 has more cells than the header"
+        place = f" row {number + 1}:" if isinstance(error, UnicodeDecodeError) else ""
+        remedy = "Check the name, the configuration and the split; offline, the cache must have it."
+        if is_local:
+            remedy = "Correct the file."
+        raise DataError(f"{shown}:{place} cannot be loaded ({quoted(cause)}). {remedy}") from error
+
+
+def _remove_nulls(value: Any) -> Any:
+    """Return a value without keys that are null: Arrow adds the keys of other rows."""
+    if isinstance(value, dict):
+        return {key: _remove_nulls(one) for key, one in value.items() if one is not None}
+    return [_remove_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def json_type(value: Any) -> str:
     """Return the name that JSON has for the type of a value."""
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+    names: Any = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    names |= {int: "number", float: "number"}
+    return names.get(type(value), type(value).__name__)  # of Arrow, a date for example

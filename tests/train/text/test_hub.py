@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from effjax.train.errors import DataError
-from effjax.train.text.base import find_base
+from effjax.train.text.base import find_adapter, find_base
 from effjax.train.text.model import find_model
 from effjax.train.text.sources import read_rows
 from tests.train.text.hub import COMMIT, serve
@@ -68,5 +68,27 @@ def test_data_sets(server, tmp_path, monkeypatch):
     for name, split in ("", "train"), (":test", "test"), ("@main:default:test", "test"):
         (row,) = read_rows(f"effjax-tests/rows{name}")
         assert row.content == {"text": split}
-    with pytest.raises(DataError, match="effjax-tests/rows:other: cannot be loaded"):
+    with pytest.raises(DataError, match=r"effjax-tests/rows:other: cannot be loaded .* the split"):
         list(read_rows("effjax-tests/rows:other"))
+
+
+def test_csv(server, tmp_path, monkeypatch):
+    """Its cells are texts, as those of a file are."""
+    config = pytest.importorskip("datasets").config
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.csv").write_text("prompt,completion,note\n,NA,\n007,1.10,null\n")
+    server.repositories += (("dataset", "effjax-tests/cells", tmp_path / "rows"),)
+    monkeypatch.setattr(config, "HF_ENDPOINT", server.url)
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    assert [row.content for row in read_rows("effjax-tests/cells")] == [
+        {"prompt": "", "completion": "NA"},
+        {"prompt": "007", "completion": "1.10", "note": "null"},
+    ]
+
+
+@pytest.mark.usefixtures("server")
+def test_paths_with_suffixes_are_not_names(tmp_path):
+    for find in (lambda name: find_base(name, None), find_adapter):
+        with pytest.raises(DataError, match=r"^models/model\.safetensors: not"):
+            find("models/model.safetensors")
+    assert not [*tmp_path.iterdir()]  # nothing was asked for

@@ -19,6 +19,7 @@ from effjax.train.text import rows as rows_module
 from effjax.train.text.chat import load_tokenizer
 from effjax.train.text.rows import load_rows
 from tests.train.text.tiny_checkpoint import TEMPLATES, write_tokenizer
+from effjax.train.text.sources import read_rows
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -285,21 +286,30 @@ def test_files(tmp_path):
     assert show(load_rows(path, tokenizer, 10, 0).train) == ["<s>⟦a</s>⟧", "<s>⟦\u2028</s>⟧"]
 
 
-def test_tables(tmp_path, monkeypatch):
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Return the folder that `datasets` would write copies into."""
     config = pytest.importorskip("datasets").config
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = arrow.Table.from_pylist([{"messages": [QUESTION, ANSWER]}, {"messages": [ANSWER]}])
-    parquet.write_table(table, tmp_path / "rows.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), file)
+
+
+def test_tables(tmp_path, cache):
+    write_parquet(tmp_path / "rows.parquet", [{"messages": [QUESTION, NO]}, {"messages": [NO]}])
     (tmp_path / "rows.csv").write_text('text,note\n"a, b",1\n')
     names = [str(tmp_path / name) for name in ("rows.parquet", "rows.csv")]
     data = load_rows(names, tokenizer_of(), 100, 0)
     assert show(data.train)[2] == "<s>⟦a, b</s>⟧" and len(data.train) == 3
     assert data.notes == ("unused fields: note",)
     (tmp_path / "rows.csv").write_text("text\n")
-    with pytest.raises(DataError, match="rows.csv: "):
+    with pytest.raises(DataError, match=r"rows\.csv: contains no row"):
         load_rows(names[1], tokenizer_of(), 100, 0)
 
+    return tmp_path / "cache"
+
+
+def write_parquet(file, rows):
 
 def numbered(count, text="row"):
     return [{"text": f"{text} {i}"} for i in range(count)]
@@ -308,11 +318,116 @@ def numbered(count, text="row"):
 def show_numbered(*numbers, text="row"):
     return [f"<s>⟦{text} {i}</s>⟧" for i in numbers]
 
+    assert not [*cache.rglob("*.arrow")]
 
 @pytest.mark.parametrize(("validation", "size"), [(0.1, 4), (0.25, 10), (7, 7), (0, 0)])
 def test_validation_rows(load, validation, size):
     data = load(numbered(40), validation=validation)
     held_out = show(data.validation)
+@pytest.mark.usefixtures("cache")
+def test_cells_of_csv_are_texts(tmp_path):
+    file = tmp_path / "rows.csv"
+    cells = ["NA", "None", "null", "nan", "007", "1.10", "1e3", "true", "-", " a ", "2024-01-02"]
+    file.write_text("\ufeffprompt,completion\n" + "".join(f"Q,{cell}\n" for cell in cells))
+    assert [row.content["completion"] for row in read_rows(str(file))] == cells
+    # An empty cell is an absent field, except in the column of the prompt.
+    file.write_text('prompt,input,output\n,"",a\nb,"x\r\ny",""\n')
+    contents = [row.content for row in read_rows(str(file))]
+    assert contents == [{"prompt": "", "output": "a"}, {"prompt": "b", "input": "x\r\ny"}]
+    renamed = [row.content for row in read_rows(str(file), "input")]
+    assert renamed[0] == {"input": "", "output": "a"}
+    file.write_text("question,completion\n,a\n")
+    data = load_rows(file, tokenizer_of(), 99, 0, columns="prompt=question")
+    assert show(data.train) == ["<s>⟦a</s>⟧"]
+    file.write_text("instruction,input,output\nCode?,NA,Namibia\nSymbol?,,Na\n")
+    first, second = show(load_rows(file, tokenizer_of(), 99, 0).train)
+    assert "Code?\n\nNA<|im_end|>" in first and "Symbol?<|im_end|>" in second
+
+
+@pytest.mark.usefixtures("cache")
+def test_keys_that_arrow_adds_are_removed(tmp_path):
+    """Those of structs, at any depth. Entries of lists stay."""
+    rows = [
+        {
+            "messages": [QUESTION, {"role": "assistant", "tool_calls": [{"arguments": {key: 1}}]}],
+            "tools": [{"name": "f", "parameters": {"properties": {key: {"enum": ["a", None]}}}}],
+            "chat_template_kwargs": {key: [None, {key: 1}]},
+            "empty": {"properties": {} if key == "a" else {"b": 1}},
+        }
+        for key in ("a", "b")
+    ]
+    write_parquet(tmp_path / "rows.parquet", rows)
+    assert [row.content for row in read_rows(str(tmp_path / "rows.parquet"))] == rows
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("rows.csv", b'text\na\n"caf\xe9"\n', "line 3: is not UTF-8"),
+        ("rows.csv", "text\na\n".encode("utf-16"), "line 1: is not UTF-8"),
+        ("rows.csv", b"prompt,completion\na,b,c\n", "row 1 has more cells"),
+        ("rows.csv", b"prompt,completion\na,b\na,b,c\n", "Expected 2 fields in line 3, saw 3"),
+        ("rows.csv", b'text\na\n"b\n', "EOF inside string starting at row 2"),
+        ("rows.csv", b"", "cannot be loaded (No columns"),
+        ("rows.parquet", b"PAR1 and other bytes", "cannot be loaded (Parquet magic bytes"),
+        ("rows.parquet", b"", "cannot be loaded (Parquet file size is 0"),
+    ],
+)
+def test_damaged_tables(tmp_path, capfd, name, content, words):
+    """The error is one line with the row, without advice about data sets of the Hub."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as raised:
+        [*read_rows(str(tmp_path / name))]
+    error = str(raised.value)
+    assert f"{name}: " in error and words in error
+    assert "\n" not in error and "split" not in error
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("cache")
+def test_bytes_of_parquet_that_are_not_utf8(tmp_path):
+    """Arrow reads them as they are, so that a row in the middle is the first to fail."""
+    file = tmp_path / "rows.parquet"
+    write_parquet(file, [{"text": "a"}] * 12 + [{"text": "cafe"}])
+    file.write_bytes(file.read_bytes().replace(b"cafe", b"caf\xe9"))
+    rows = read_rows(str(file))
+    assert [next(rows).place for _ in range(12)][-1] == "row 12"
+    with pytest.raises(DataError, match=r"rows\.parquet: row 13: .*'utf-8' codec can't decode"):
+        next(rows)
+
+
+def test_what_exists_is_a_file(tmp_path, monkeypatch):
+    """Also if its name has a colon, or is one of the Hub with a split."""
+    monkeypatch.chdir(tmp_path)
+    names = "a:b.jsonl", "data:v2/x.jsonl", "owner/name:test", "owner/name", "owner/n@main:a:b"
+    for name in names:
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text('{"text": "a"}')
+        assert [row.content for row in read_rows(name)] == [{"text": "a"}]
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("name", ["a:b.csv", "data:v2/x.csv", "https:/[1] *?.csv"])
+def test_names_of_tables(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("text\na\n")
+    assert [row.content for row in read_rows(name)] == [{"text": "a"}]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["owner/rows.jsonl", "owner/rows.JSON", "owner/rows.csv", "owner/rows.parquet",
+     "owner/rows.jsonl:test", "owner/data:v2/rows.jsonl"],
+)  # fmt: skip
+def test_missing_files(name):
+    """A name with the suffix of a file is not one of the Hub."""
+    with pytest.raises(DataError, match="cannot be read .No such file") as raised:
+        [*read_rows(name)]
+    assert str(raised.value).startswith(f"{name}: ")
+
+
     assert len(held_out) == size
     assert sorted(show(data.train) + held_out) == sorted(show_numbered(*range(40)))
     # The split depends neither on the order of the rows nor on other keys.
