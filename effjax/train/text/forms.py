@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ..errors import DataError, quoted
@@ -42,6 +43,13 @@ class Conversation:
     has_loss: Sequence[bool] = ()
     tools: list[Any] | None = None
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether a turn other than the system's is before the first one with loss."""
+        turns = zip(self.messages, self.has_loss, strict=True)
+        before = takewhile(lambda turn: turn[0]["role"] != "assistant" or not turn[1], turns)
+        return any(message["role"] not in ("system", "developer") for message, _ in before)
 
 
 # A text, a prompt with its completion, or a conversation.
@@ -271,6 +279,8 @@ def _find_prompt(chosen: list[Any], rejected: list[Any]) -> dict[str, list[Any]]
     count = 0
     while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
         count += 1
+    if chosen == rejected:
+        count -= 1  # equal answers are counted
     if not count:
         raise DataError("`chosen` and `rejected` must begin with the same messages, the prompt")
     if count in (len(chosen), len(rejected)):

@@ -142,11 +142,13 @@ class _Example(NamedTuple):
         text: What is tokenized.
         spans: Characters with loss. A token has loss if one of its characters has. Unused for a
             "text", whose tokens all have loss.
+        prompt: Number of characters of the prompt, with which the text begins.
     """
 
     kind: str
     text: str
     spans: Spans
+    prompt: int
 
 
 class _TokenizedRows(NamedTuple):
@@ -156,17 +158,21 @@ class _TokenizedRows(NamedTuple):
         sequences: All of them.
         row_of: int64 [number of sequences], the row of each sequence, from 0.
         hashes: uint64 [number of rows], of the texts.
+        prompts: uint64 [number of rows], hashes of the prompts, or of the texts without one.
         num_cut: Number of rows that were cut.
         num_skipped: Number of rows without a sequence.
         num_split: Number of rows with several texts.
+        num_equal: Number of pairs of equal answers.
     """
 
     sequences: Sequences
     row_of: np.ndarray
     hashes: np.ndarray
+    prompts: np.ndarray
     num_cut: int
     num_skipped: int
     num_split: int
+    num_equal: int
 
 
 def load_rows(
@@ -187,7 +193,8 @@ def load_rows(
     whose tokens with loss are all cut off is left out.
 
     The split depends on the texts of the rows only, as they are rendered before tokenization. Rows
-    with the same text are in the same part, also if other keys differ.
+    with the same prompt, which is what precedes the first tokens with loss, are in the same part,
+    and so are rows with the same text, also if other keys differ.
 
     Args:
         path: A data set or several ones, as for `read_rows`.
@@ -213,32 +220,24 @@ def load_rows(
     )
     weights = [1.0] * len(names) if weights is None else weights
     reader = RowReader(parse_columns(columns) if columns else {})
-    parts = [_tokenize(name, tokenizer, max_length, reader, pairs) for name in names]
-    shown, hashes = ", ".join(names), np.concatenate([part.hashes for part in parts])
-    used, num_repeated = parts, 0
-    if not validation_names:
-        is_held_out = _hold_out(hashes, validation, shown)
-        held_out = join(
-            [
-                part.sequences.select(np.isin(part.hashes, hashes[is_held_out])[part.row_of])
-                for part in parts
-            ]
-        )
-        excluded = hashes[is_held_out]
+    options = tokenizer, max_length, reader, pairs
+    parts = [_tokenize(name, *options) for name in names]
+    shown, used, num_repeated = ", ".join(names), parts, 0
+    if validation_names:
+        others = [_tokenize(name, *options) for name in validation_names]
+        held_out = join([part.sequences for part in others])
+        used, excluded = [*parts, *others], np.concatenate([part.hashes for part in others])
+        is_train = [~np.isin(part.hashes, excluded) for part in parts]
+        num_repeated = sum(int((~mask).sum()) for mask in is_train)
     else:
-        others = [
-            _tokenize(name, tokenizer, max_length, reader, pairs) for name in validation_names
-        ]
-        held_out, excluded = (
-            join([part.sequences for part in others]),
-            np.concatenate([part.hashes for part in others]),
-        )
-        used = [*parts, *others]
-        num_repeated = int(np.isin(hashes, excluded).sum())
+        excluded = _hold_out(np.concatenate([part.prompts for part in parts]), validation, shown)
+        is_train = [~np.isin(part.prompts, excluded) for part in parts]
+        masks = zip(parts, is_train, strict=True)
+        held_out = join([part.sequences.select(~mask[part.row_of]) for part, mask in masks])
     train = join(
         [
-            part.sequences.repeat(_count(part.hashes, excluded, weight)[part.row_of])
-            for part, weight in zip(parts, weights, strict=True)
+            part.sequences.repeat(_count(part.hashes, mask, weight)[part.row_of])
+            for part, mask, weight in zip(parts, is_train, weights, strict=True)
         ]
     )
     num_rows = sum(len(part.hashes) for part in used)
@@ -261,6 +260,11 @@ def load_rows(
     notes = [*reader.recognized]
     if reader.unused:
         notes.append(f"unused fields: {quoted(', '.join(reader.unused))}")
+    if num_equal := sum(part.num_equal for part in used):
+        notes.append(
+            f"{counted(num_equal, 'pair')} without a preference: equal answers within "
+            f"{counted(max_length, 'token')}"
+        )
     return FinetuneData(
         shown, train, held_out, num_rows, num_cut, num_skipped, num_repeated,
         sum(part.num_split for part in used), tuple(notes),
@@ -268,10 +272,9 @@ def load_rows(
     )  # fmt: skip
 
 
-def _count(hashes: np.ndarray, excluded: np.ndarray, weight: float) -> np.ndarray:
+def _count(hashes: np.ndarray, is_train: np.ndarray, weight: float) -> np.ndarray:
     """Return how often each row is trained on in an epoch, int64 [number of rows]."""
     # The rows that are there once more than others are those with the smallest hashes.
-    is_train = ~np.isin(hashes, excluded)
     whole, number = int(weight), int(is_train.sum())
     counts = np.where(is_train, whole, 0).astype(np.int64)
     # Not by a seed: a run that resumes, and one with another seed, has the same rows.
@@ -280,41 +283,35 @@ def _count(hashes: np.ndarray, excluded: np.ndarray, weight: float) -> np.ndarra
     return counts
 
 
-def _hold_out(hashes: np.ndarray, validation: float, name: str) -> np.ndarray:
-    """Return the mask of the validation rows, at most as many as asked."""
+def _hold_out(prompts: np.ndarray, validation: float, name: str) -> np.ndarray:
+    """Return the hashes of the prompts whose rows are held out."""
     # Those with the smallest hashes: the choice is random, but neither a seed nor the order of the
-    # files changes it, and rows that are added move few others. Equal rows stay together, or the
-    # model would be validated on what it has seen.
-    count = round(validation * len(hashes)) if validation < 1 else int(validation)
-    different, sizes = np.unique(hashes, return_counts=True)
-    if count >= len(hashes) or (count and len(different) == 1):
+    # files changes it, and rows that are added move few others. The rows of a prompt stay
+    # together, or the model would be validated on what it has seen.
+    total = len(prompts)
+    count = round(validation * total) if validation < 1 else int(validation)
+    different, sizes = np.unique(prompts, return_counts=True)
+    taken, held_out = 0, []
+    for prompt, size in zip(different, sizes, strict=True):
+        # As near to `count` as whole prompts are.
+        if size < 2 * (count - taken) and taken + size < total:
+            held_out.append(prompt)
+            taken += size
+    if validation and (count >= total or not held_out):
         raise DataError(
-            f"`validation` (={validation:g}) must be less than the "
-            f"{counted(len(different), 'different row')} of {name}. Use a smaller number, or more "
-            "rows."
+            f"`validation` (={validation:g}) must hold out some of the {counted(total, 'row')} of "
+            f"{name}, not all, and those with the same prompt or text together "
+            f"({counted(len(different), 'group')}). Use another number, or 0 for no validation."
         )
-    room, held_out = count, []
-    for row, size in zip(different, sizes, strict=True):
-        if size <= room:
-            held_out.append(row)
-            room -= size
-        if not room:
-            break
-    if validation and not held_out:
-        raise DataError(
-            f"`validation` (={validation:g}) must hold out at least one of the "
-            f"{counted(len(hashes), 'row')} of {name}, and equal rows together. Use a larger "
-            "number, or 0 for no validation."
-        )
-    return np.isin(hashes, np.array(held_out, hashes.dtype))
+    return np.array(held_out, prompts.dtype)
 
 
 def _tokenize(
     name: str, tokenizer: Tokenizer, max_length: int, reader: RowReader, pairs: bool
 ) -> _TokenizedRows:
     """Read a data set and tokenize its rows."""
-    tokens, losses, lengths, row_of, hashes = [], [], [], [], []
-    num_cut = num_skipped = num_split = 0
+    tokens, losses, lengths, row_of, hashes, prompts = [], [], [], [], [], []
+    num_cut = num_skipped = num_split = num_equal = 0
     for chunk in _chunk(_read_examples(name, tokenizer, reader, pairs)):
         # The backend tokenizes the texts of a call in parallel.
         texts = [example.text for row in chunk for example in row]
@@ -330,13 +327,14 @@ def _tokenize(
             # needs both.
             if pairs and len(pieces) < before + 2:
                 del pieces[before:]
+            elif pairs:
+                num_equal += np.array_equal(pieces[before][0], pieces[before + 1][0])
             row_of += [len(hashes)] * (len(pieces) - before)
             num_cut += is_cut
             num_split += len(row) > 1 and not pairs
             num_skipped += len(pieces) == before
-            # Python's own hash of a string differs from process to process.
-            digest = blake2b(repr(row).encode(), digest_size=8).digest()
-            hashes.append(int.from_bytes(digest, "little"))
+            hashes.append(_hash(repr(row)))
+            prompts.append(_hash(row[0].text[: row[0].prompt or None]))
         lengths += [len(ids) for ids, _ in pieces]
         tokens.append(_concatenate([ids for ids, _ in pieces], np.int32))
         losses.append(_concatenate([has_loss for _, has_loss in pieces], bool))
@@ -345,10 +343,17 @@ def _tokenize(
         Sequences(_concatenate(tokens, np.int32), _concatenate(losses, bool), offsets),
         np.array(row_of, np.int64),
         np.array(hashes, np.uint64),
+        np.array(prompts, np.uint64),
         num_cut,
         num_skipped,
         num_split,
+        num_equal,
     )
+
+
+def _hash(text: str) -> int:
+    # Python's own hash of a string differs from process to process.
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _chunk(rows: Iterator[list[_Example]]) -> Iterator[list[list[_Example]]]:
@@ -428,8 +433,11 @@ def _render(content: Content, tokenizer: Tokenizer) -> list[_Example]:
         turns = tokenizer.render_turns(
             content.messages, content.tools, content.has_loss, content.variables
         )
-        return [_Example("messages", *turn) for turn in turns]
+        return [
+            _Example("messages", text, spans, spans[0][0] if content.has_prompt else 0)
+            for text, spans in turns
+        ]
     if isinstance(content, str):
-        return [_Example("text", content, ())]
+        return [_Example("text", content, (), 0)]
     prompt, text = content[0], "".join(content)
-    return [_Example("completion", text, ((len(prompt), len(text)),))]
+    return [_Example("completion", text, ((len(prompt), len(text)),), len(prompt))]

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,8 +19,8 @@ from effjax.train.errors import DataError
 from effjax.train.text import rows as rows_module
 from effjax.train.text.chat import load_tokenizer
 from effjax.train.text.rows import load_rows
-from tests.train.text.tiny_checkpoint import TEMPLATES, write_tokenizer
 from effjax.train.text.sources import read_rows
+from tests.train.text.tiny_checkpoint import TEMPLATES, write_tokenizer
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -128,6 +129,17 @@ def test_pairs_of_texts(load):
     rows = [{**row, "prompt": prompt} for prompt in ("a", "2 + 3 =" * 9)]
     data = load(rows, max_length=20, pairs=True)
     assert (len(data.train), data.num_skipped, data.num_cut) == (2, 1, 1)
+
+
+def test_pairs_of_equal_answers_are_counted(load):
+    row = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    lists = {"prompt": [QUESTION], "chosen": [NO], "rejected": [NO]}
+    whole = {"chosen": [QUESTION, NO], "rejected": [QUESTION, NO]}
+    # These answers differ where they are cut.
+    cut = {"prompt": "a", "chosen": "x1" * 200, "rejected": "x1" * 200 + "y"}
+    data = load([row, lists, whole, cut, {**row, "chosen": "c"}], pairs=True)
+    note = "4 pairs without a preference: equal answers within 100 tokens"
+    assert note in data.notes and len(data.train) == 10
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -291,6 +303,10 @@ def cache(tmp_path, monkeypatch):
     """Return the folder that `datasets` would write copies into."""
     config = pytest.importorskip("datasets").config
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_parquet(file, rows):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(rows), file)
 
@@ -302,28 +318,12 @@ def test_tables(tmp_path, cache):
     data = load_rows(names, tokenizer_of(), 100, 0)
     assert show(data.train)[2] == "<s>⟦a, b</s>⟧" and len(data.train) == 3
     assert data.notes == ("unused fields: note",)
+    assert not [*cache.rglob("*.arrow")]
     (tmp_path / "rows.csv").write_text("text\n")
     with pytest.raises(DataError, match=r"rows\.csv: contains no row"):
         load_rows(names[1], tokenizer_of(), 100, 0)
 
-    return tmp_path / "cache"
 
-
-def write_parquet(file, rows):
-
-def numbered(count, text="row"):
-    return [{"text": f"{text} {i}"} for i in range(count)]
-
-
-def show_numbered(*numbers, text="row"):
-    return [f"<s>⟦{text} {i}</s>⟧" for i in numbers]
-
-    assert not [*cache.rglob("*.arrow")]
-
-@pytest.mark.parametrize(("validation", "size"), [(0.1, 4), (0.25, 10), (7, 7), (0, 0)])
-def test_validation_rows(load, validation, size):
-    data = load(numbered(40), validation=validation)
-    held_out = show(data.validation)
 @pytest.mark.usefixtures("cache")
 def test_cells_of_csv_are_texts(tmp_path):
     file = tmp_path / "rows.csv"
@@ -428,6 +428,18 @@ def test_missing_files(name):
     assert str(raised.value).startswith(f"{name}: ")
 
 
+def numbered(count, text="row"):
+    return [{"text": f"{text} {i}"} for i in range(count)]
+
+
+def show_numbered(*numbers, text="row"):
+    return [f"<s>⟦{text} {i}</s>⟧" for i in numbers]
+
+
+@pytest.mark.parametrize(("validation", "size"), [(0.1, 4), (0.25, 10), (7, 7), (0, 0)])
+def test_validation_rows(load, validation, size):
+    data = load(numbered(40), validation=validation)
+    held_out = show(data.validation)
     assert len(held_out) == size
     assert sorted(show(data.train) + held_out) == sorted(show_numbered(*range(40)))
     # The split depends neither on the order of the rows nor on other keys.
@@ -445,13 +457,57 @@ def test_same_rows_are_in_the_same_part(load):
         assert len(data.validation) == 2 and len(data.train) == 18
 
 
+def answered(form, prompt, answer):
+    """Return a row of one of the forms with a prompt."""
+    question = {"role": "user", "content": prompt}
+    chosen = {"role": "assistant", "content": answer}
+    return {
+        "texts": {"prompt": prompt, "completion": answer},
+        "messages": {"messages": [question, chosen, QUESTION, NO]},
+        "lists": {"prompt": [question, NO, QUESTION], "completion": [chosen]},
+        "pairs": {"prompt": prompt, "chosen": answer, "rejected": f"{answer}?"},
+        "pairs of lists": {"prompt": [question], "chosen": [chosen], "rejected": [NO]},
+    }[form]
+
+
+@pytest.mark.parametrize("form", ["texts", "messages", "lists", "pairs", "pairs of lists"])
+def test_rows_of_a_prompt_are_in_the_same_part(load, form):
+    rows = [answered(form, f"Q{i:02}", f" a{j}") for i in range(20) for j in range(5)]
+    options = {"pairs": "pairs" in form, "max_length": 200}
+
+    def prompts(sequences):
+        return {re.search(r"Q\d\d", text)[0] for text in show(sequences)}
+
+    data = load(rows, validation=0.2, **options)
+    held_out = prompts(data.validation)
+    assert len(held_out) == 4 and len(prompts(data.train)) == 16
+    assert not held_out & prompts(data.train)
+    assert prompts(load(rows[::-1], validation=0.2, **options).validation) == held_out
+    # As near to the number as whole prompts are: two of 8, and two of 12.
+    for number, held_out in (8, 2), (12, 2), (3, 1):
+        assert len(prompts(load(rows, validation=number, **options).validation)) == held_out
+    with pytest.raises(DataError, match=r"some of the 100 rows .* \(20 groups\)"):
+        load(rows, validation=2, **options)
+
+
+def test_rows_without_a_prompt(load):
+    """They are held out by their texts, although they begin with the same characters."""
+    greeting = [{"role": "system", "content": "Be brief."}, NO]
+    question = ({"role": "user", "content": f"Q{i}"} for i in range(10))
+    for rows in (
+        [{"prompt": "", "completion": f"row {i}"} for i in range(10)],
+        [{"messages": [*greeting, one, NO]} for one in question],
+    ):
+        assert len(load(rows, validation=0.2).validation) == 2
+
+
 @pytest.mark.parametrize(
     ("rows", "validation", "words"),
     [
-        (numbered(4), 0.1, "must hold out at least one of the 4 rows"),
-        (numbered(2) * 10, 0.1, "at least one of the 20 rows .* and equal rows together"),
-        (numbered(4), 4, r"`validation` \(=4\) must be less than the 4 different"),
-        (numbered(1) * 4, 0.5, "less than the 1 different row "),
+        (numbered(4), 0.1, "must hold out some of the 4 rows"),
+        (numbered(2) * 10, 0.1, r"some of the 20 rows .*, and those .* together \(2 groups\)"),
+        (numbered(4), 4, r"`validation` \(=4\) must .* 4 rows .*, not all"),
+        (numbered(1) * 4, 0.5, r"\(1 group\)"),
     ],
 )
 def test_validation_must_leave_rows(load, rows, validation, words):
@@ -467,6 +523,10 @@ def test_validation_files(load, tmp_path):
     assert show(data.validation) == show_numbered(3, 9)
     assert show(data.train) == show_numbered(0, 1, 2, 4)
     assert (data.num_rows, data.num_repeated) == (7, 1)
+    # Rows that only share a prompt stay.
+    second.write_text('{"prompt": "a", "completion": "b"}')
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "c"}]
+    assert show(load(rows, validation_path=second).train) == ["<s>a⟦c</s>⟧"]
     second.write_text("\n".join(json.dumps(row) for row in numbered(5)))
     with pytest.raises(DataError, match="no train row .* 5 are also validation rows"):
         load(numbered(5), validation_path=second)
@@ -505,7 +565,7 @@ def test_digest(load, monkeypatch):
 def test_processes_agree(tmp_path):
     """Another process reads the same sequences, whatever its hash seed and threads."""
     folder, file = write_tokenizer(tmp_path / "checkpoint"), tmp_path / "rows.jsonl"
-    rows = [{"messages": [QUESTION, {**ANSWER, "content": f"no. {i}"}]} for i in range(50)]
+    rows = [{"messages": [{**QUESTION, "content": f"no. {i}"}, ANSWER]} for i in range(50)]
     file.write_text("\n".join(map(json.dumps, rows)))
     code = f"""
 import datetime
