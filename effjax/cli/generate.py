@@ -23,7 +23,10 @@ class GenerateOptions(GenerationOptions):
     """Options of `effjax generate`."""
 
     prompt: list[str] | None = option(
-        None, help="The text to continue, or the message to answer. Can be repeated.", group=DATA
+        None,
+        help="The text to continue, or the message to answer. A text gets BOS, unless it begins "
+        "with BOS. Can be repeated.",
+        group=DATA,
     )
     prompts: Path | None = option(
         None,
@@ -85,7 +88,7 @@ def generate(given: dict[str, Any]) -> None:
             size=size, num_slots=size + sampling.max_new_tokens,
         )  # fmt: skip
         texts = (
-            decode(model.tokenizer, complete(ids, jax.random.fold_in(key, i)), stops)
+            decode(model.tokenizer, complete(ids, jax.random.fold_in(key, i)), stops, ids)
             for i, ids in enumerate(tokens)
         )
         if options.out is not None:

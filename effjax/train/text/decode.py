@@ -9,6 +9,7 @@ from .chat import Tokenizer
 # Characters that are shown although they are not printable; two of them join letters and emoji.
 KEPT = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from some of the bytes of a character
+CONTEXT = 16  # tokens before a text that decide how it begins
 
 
 def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[str], set[int]]:
@@ -37,7 +38,12 @@ def split_stops(tokenizer: Tokenizer, stops: Sequence[str]) -> tuple[list[str], 
     return texts, tokens
 
 
-def decode(tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = ()) -> Iterator[str]:
+def decode(
+    tokenizer: Tokenizer,
+    tokens: Iterable[int],
+    stops: Sequence[str] = (),
+    before: Sequence[int] = (),
+) -> Iterator[str]:
     """Yield the text of tokens in pieces, as soon as each is complete.
 
     Special tokens have no text.
@@ -46,9 +52,11 @@ def decode(tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = (
         tokenizer: The tokenizer.
         tokens: The tokens, of which no more are taken than the text needs.
         stops: Texts before which the text ends.
+        before: The tokens that the text continues. Without them, decoders that begin each text with
+            a space, such as that of Llama 2, remove it from the first token.
     """
     text = ""  # what may be the beginning of a stop
-    for piece in _decode_pieces(tokenizer, tokens):
+    for piece in _decode_pieces(tokenizer, tokens, before):
         text += piece
         if found := [text.index(stop) for stop in stops if stop in text]:
             text = text[: min(found)]
@@ -65,17 +73,31 @@ def decode(tokenizer: Tokenizer, tokens: Iterable[int], stops: Sequence[str] = (
         yield text
 
 
-def _decode_pieces(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    ids: list[int] = []
-    done = 0
+def _decode_pieces(
+    tokenizer: Tokenizer, tokens: Iterable[int], before: Sequence[int]
+) -> Iterator[str]:
+    from tokenizers.decoders import DecodeStream
+
+    def text_of(ids: Sequence[int]) -> str:
+        return tokenizer.backend.decode([*ids], skip_special_tokens=True)
+
+    context, held = [*before[-CONTEXT:]], []
+    # The stream would also give out a context that ends within a character.
+    context = [] if text_of(context).endswith(INCOMPLETE) else context
+    stream = DecodeStream(ids=context, skip_special_tokens=True)
     for token in tokens:
-        ids.append(token)
-        text = tokenizer.backend.decode(ids, skip_special_tokens=True)
-        if len(text) > done and not text.endswith(INCOMPLETE):
-            yield text[done:]
-            done = len(text)
-    rest = tokenizer.backend.decode(ids, skip_special_tokens=True)[done:]
-    if rest:
+        held.append(token)
+        try:
+            piece = stream.step(tokenizer.backend, token)
+        # Bytes that are no character change the text of bytes before them, and end the stream. Its
+        # errors have no type of their own.
+        except Exception:
+            piece, stream = text_of(held), DecodeStream(ids=held, skip_special_tokens=True)
+        if piece:
+            yield piece
+            context, held = held, []
+    # The stream holds back an incomplete character, whose rest may follow.
+    if rest := text_of([*context, *held])[len(text_of(context)) :]:
         yield rest
 
 

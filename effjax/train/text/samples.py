@@ -70,8 +70,8 @@ class Samples:
         def sample(state: DecoderState) -> list[dict[str, str]]:
             done = compiled(state.model.layers, state.model.others, state.step)
             texts = (
-                printable_lines("".join(decode(self.tokenizer, row[:count].tolist())))
-                for row, count in zip(*map(np.asarray, done), strict=True)
+                printable_lines("".join(decode(self.tokenizer, row[:count].tolist(), (), ids)))
+                for row, count, ids in zip(*map(np.asarray, done), self.tokens, strict=True)
             )
             return [
                 {"prompt": prompt, "text": text}
