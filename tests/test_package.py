@@ -51,7 +51,7 @@ RULES = {
     ),
     "train.text": (
         "_extras _files _version train models convert ops",
-        "jax numpy optax rich tokenizers jinja2 huggingface_hub datasets",
+        "jax numpy optax rich tokenizers transformers jinja2 huggingface_hub datasets",
     ),
     "cli": (
         "_extras _version train train.images train.text memory models native convert ops "

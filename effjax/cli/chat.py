@@ -38,10 +38,11 @@ def chat(given: dict[str, Any]) -> None:
     from rich.console import Console
 
     from ..train.report import print_line
+    from ..train.text.chat import CONTENT
     from ..train.text.decode import decode, printable_lines, split_stops
     from ..train.text.forms import Conversation
     from ..train.text.generate import count_positions, generate_tokens
-    from ..train.text.prompts import CONTENT, encode
+    from ..train.text.prompts import encode
 
     options = ChatOptions(**given)
     model = options.find_model()
@@ -91,7 +92,7 @@ def chat(given: dict[str, Any]) -> None:
             )  # fmt: skip
             answer = ""
             with until_ctrl_c(new_tokens) as tokens:
-                for piece in decode(model.tokenizer, tokens, stops):
+                for piece in decode(model.tokenizer, tokens, stops, ids):
                     answer += piece
                     print(printable_lines(piece), end="", flush=True)
             print()

@@ -139,7 +139,7 @@ def test_resume_with_moved_files(refused, folder, run_without_training):
         (["base", *ROWS, "--stop-after", "90"], "--stop-after '90' must be a time, such as"),
         (["base", *ROWS, "--show-ids"], "--show-ids needs --show"),
         (["adapter", *ROWS], "adapter: a LoRA adapter, not a checkpoint. Give the checkpoint that"),
-        (["no-tokenizer", *ROWS], "tokenizer.json: cannot be read"),
+        (["no-tokenizer", *ROWS], "tokenizer.json: does not exist"),
         (["no-weights", *ROWS], "must contain model.safetensors"),
         (["base", "--data", "bad.jsonl"], "bad.jsonl: line 2: `completion` must be a string"),
     ],

@@ -123,7 +123,7 @@ def test_runs_and_adapters(run, refused, base, tmp_path):
         (["run"], "run: a run without model/ and adapter/"),
         (["lm"], "lm: not a run of effjax finetune"),
         (["base/config.json"], "base/config.json: is a file. Give the folder"),
-        (["bare"], "tokenizer.json: cannot be read (No such file or directory)"),
+        (["bare"], "tokenizer.json: does not exist"),
         (["base", "--prompt", "if " * 99], "The prompt is too long: it has"),
         (["base", "--top-p", "2"], "--top-p (=2.0) must be in (0, 1]"),
         (["base", "--temperature", "-1"], "--temperature (=-1.0)"),

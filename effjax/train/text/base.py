@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from ...convert.checkpoint import IGNORED, check_checkpoint, complete_replacemen
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
 from ..run_directory import RunDirectory
+from .files import read_json
 from .hub import Repository, download, parse_name
 
+GENERATION_CONFIG = "generation_config.json"
 # The other files of a checkpoint, which an export copies if they exist.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "chat_template.jinja",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "generation_config.json",
+    GENERATION_CONFIG,
 )  # fmt: skip
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 MODEL, ADAPTER = "model", "adapter"  # folders of a run, written at its end
@@ -57,6 +59,32 @@ class Base:
         """The digest of config.json, without the dtype, to recognize the model."""
         config = dataclasses.replace(self.model, dtype="float32").to_json()
         return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys of config.json that do not change the network."""
+        return json.loads(self.model.other_settings)
+
+    @property
+    def generation_settings(self) -> dict[str, Any]:
+        """The content of generation_config.json; without one, the tokens of config.json."""
+        if (file := self.folder / GENERATION_CONFIG).is_file():
+            return read_json(file)
+        names = "bos_token_id", "eos_token_id", "pad_token_id"
+        return {name: self.settings[name] for name in names if name in self.settings}
+
+    def missing_stops(self, tokens: Collection[int]) -> list[int]:
+        """Return the tokens at which other programs do not end a text of this model."""
+        return sorted({*tokens} - {*eos_tokens(self.generation_settings)})
+
+    def generation_files(self, tokens: Collection[int]) -> dict[str, bytes]:
+        """Return a generation_config.json, by name, with further tokens that end a text.
+
+        There is none if the checkpoint's names all of them.
+        """
+        settings, missing = self.generation_settings, self.missing_stops(tokens)
+        settings |= {"eos_token_id": [*eos_tokens(settings), *missing]}
+        return {GENERATION_CONFIG: json.dumps(settings, indent=2).encode()} if missing else {}
 
     def digest_weights(self) -> str:
         """Return the digest of all bytes of the weights. It takes about a second per gigabyte.
@@ -115,6 +143,13 @@ class Base:
         """The files of the tokenizer, and the settings of generation."""
         files = (self.folder / name for name in TOKENIZER_FILES)
         return [file for file in files if file.is_file()]
+
+
+def eos_tokens(settings: Mapping[str, Any]) -> list[int]:
+    """Return the tokens of `eos_token_id`, in which JSON may have anything."""
+    eos = settings.get("eos_token_id")
+    values = eos if isinstance(eos, list) else [eos]
+    return [token for token in values if type(token) is int and token >= 0]
 
 
 def find_adapter(name: str) -> Path:

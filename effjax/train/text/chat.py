@@ -1,7 +1,9 @@
 """The tokenizer and the chat template of a checkpoint in Hugging Face's layout."""
 
+import contextlib
 import datetime
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ..._extras import install_command
-from ..errors import DataError, counted, quoted
+from ..errors import DataError, check_regular, counted, quoted
 from .files import read_json, read_text
 
 Spans = tuple[tuple[int, int], ...]  # of characters: first, last + 1
 Message = Mapping[str, Any]
 
+CONTENT = "effjax-turn"  # content of a turn; no template contains this text
 MARK = "\ud800"  # half of a surrogate pair, which no valid text contains
 GENERATION_TAG = re.compile(r"{%[-+]?\s*generation\s*[-+]?%}")
-CHAT_TEMPLATE = "chat_template.jinja"  # the file of a checkpoint
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 REASONING = "reasoning_content", "thinking", "reasoning"  # names of a field in data sets
 
 
@@ -48,6 +51,13 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         return {*self.end, *(number for number, token in added.items() if token.special)}
 
+    def missing_ends(self, ids: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens to put before and after a text, which may have them already."""
+        # A text that was rendered by a template spells them.
+        has_beginning = tuple(ids[: len(self.beginning)]) == self.beginning
+        has_end = tuple(ids[len(ids) - len(self.end) :]) == self.end
+        return () if has_beginning else self.beginning, () if has_end else self.end
+
     def render(
         self,
         messages: Sequence[Message],
@@ -67,6 +77,25 @@ class Tokenizer:
             DataError: The checkpoint lacks a template, or it does not accept the messages.
         """
         return self._render(messages, add_generation_prompt, tools, variables).replace(MARK, "")
+
+    def turn_ends(self, messages: Sequence[Message], **options: Any) -> set[int]:
+        """Return the special token that the template writes after an answer, if it writes one.
+
+        Args:
+            messages: The turns before the answer.
+            **options: Those of `render`.
+        """
+        answer = {"role": "assistant", "content": CONTENT}
+        after = self.render([*messages, answer], **options).rpartition(CONTENT)[2]
+        first = self.backend.encode(after, add_special_tokens=False).ids[:1]
+        return self.special_tokens.intersection(first)
+
+    @property
+    def template_ends(self) -> set[int]:
+        """The special token that ends an answer; none for a template that needs more messages."""
+        with contextlib.suppress(DataError):
+            return self.turn_ends([{"role": "user", "content": CONTENT}])
+        return set()
 
     def render_turns(
         self,
@@ -177,10 +206,11 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load the tokenizer of a checkpoint, and its chat template.
 
-    Reads tokenizer.json, tokenizer_config.json and, if there is one, chat_template.jinja, which
-    takes precedence over the template in tokenizer_config.json. The template is a program from the
-    checkpoint. It runs in Jinja's sandbox without access to files or the network, but may use any
-    amount of time and memory. Load checkpoints that you trust.
+    The files are read as by `transformers.PreTrainedTokenizerFast`: tokenizer.json, the tokens that
+    tokenizer_config.json, added_tokens.json or special_tokens_map.json add to it, and the template
+    in chat_template.jinja or tokenizer_config.json. The template is a program from the checkpoint.
+    It runs in Jinja's sandbox without access to files or the network, but may use any amount of
+    time and memory. Load checkpoints that you trust.
 
     A text begins and ends with the tokens that tokenizer.json adds to it, such as BOS; as in
     transformers, `add_bos_token` in tokenizer_config.json is ignored. Rows of `text` and of
@@ -197,48 +227,73 @@ def load_tokenizer(
     Raises:
         DataError: A file is missing or invalid, or a package.
     """
-    try:
-        import jinja2  # noqa: F401
-        import tokenizers
-    except ModuleNotFoundError as error:
-        raise DataError(f"{error.name} is missing. Run {install_command('finetune')}.") from error
-
     folder = Path(folder)
-    file = folder / "tokenizer.json"
-    content = read_text(file)
-    try:
-        backend: Any = tokenizers.Tokenizer.from_str(content)
-    except Exception as error:  # tokenizers raises no other type
-        raise DataError(f"{file}: is not a tokenizer ({quoted(error)})") from error
+    tokenizer = _read_tokenizer(folder)
+    from tokenizers import processors
+
+    backend = tokenizer.backend_tokenizer
     # Sequences are cut and padded by the functions that read rows.
     backend.no_truncation()
     backend.no_padding()
-
-    file = folder / "tokenizer_config.json"
-    config = read_json(file)
-    variables = {
-        name: text
-        for name, token in config.items()
-        if name.endswith("_token")
-        and isinstance(text := token.get("content") if isinstance(token, dict) else token, str)
-    }
     beginning, end = _added_tokens(backend)
     # tokenizer.json of most checkpoints adds no EOS, but a model that does not see one does not
     # learn to stop.
-    if "eos_token" in variables:
-        eos = backend.token_to_id(variables["eos_token"])
-        if eos is None:
-            raise DataError(
-                f"{file}: `eos_token` (={variables['eos_token']!r:.120}) is not in tokenizer.json"
-            )
-        end = end if eos in end else (*end, eos)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in end:
+        end = *end, tokenizer.eos_token_id
     # Byte-level processors would also shorten the offsets of tokens by their spaces.
-    backend.post_processor = tokenizers.processors.Sequence([])
-
-    source = _find_template(folder, config) if template is None else read_text(Path(template))
+    backend.post_processor = processors.Sequence([])
+    source = tokenizer.chat_template if template is None else read_text(Path(template))
+    if isinstance(source, dict):  # several, by name
+        source = source.get("default")
+    if not isinstance(source, str | None):
+        raise DataError(f"{folder / TOKENIZER_CONFIG}: `chat_template` must be a string")
     compiled = None if source is None else _compile(source, today)
     marks_generation = source is not None and bool(GENERATION_TAG.search(source))
+    variables = tokenizer.special_tokens_map
     return Tokenizer(backend, beginning, end, compiled, marks_generation, variables)
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a checkpoint, a `transformers.PreTrainedTokenizerFast`."""
+    try:
+        import jinja2  # noqa: F401
+
+        # On its import, transformers advises to install PyTorch, which no tokenizer needs.
+        logging.getLogger("transformers").addFilter(_is_not_advice)
+        from transformers import PreTrainedTokenizerFast
+    except ModuleNotFoundError as error:
+        raise DataError(f"{error.name} is missing. Run {install_command('finetune')}.") from error
+
+    file = folder / "tokenizer.json"
+    check_regular(file)
+    if not file.exists():  # transformers would convert other files, by packages for each kind
+        raise DataError(f"{file}: does not exist. Give a checkpoint with this file.")
+    # transformers names no file in its errors.
+    for name in (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"):
+        if (folder / name).exists():
+            read_json(folder / name)
+    if (folder / CHAT_TEMPLATE).exists():
+        read_text(folder / CHAT_TEMPLATE)
+    try:
+        # Not AutoTokenizer, which replaces a tokenizer by the class of `model_type`.
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # tokenizers raises no other type
+        raise DataError(f"{file}: is not a tokenizer ({quoted(error)})") from error
+    # Tokens that only other files name get the next free numbers.
+    for number, token in tokenizer.init_kwargs["added_tokens_decoder"].items():
+        actual = tokenizer.backend_tokenizer.token_to_id(str(token))
+        if actual != number:
+            raise DataError(
+                f"{file}: {str(token)!r:.120} is token {actual}, and {TOKENIZER_CONFIG} or "
+                f"added_tokens.json says {number}. Correct the files."
+            )
+    return tokenizer
+
+
+def _is_not_advice(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
 
 
 def _added_tokens(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -248,20 +303,6 @@ def _added_tokens(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     before = [number for number, _ in takewhile(lambda token: token[1], tokens)]
     after = [number for number, _ in takewhile(lambda token: token[1], reversed(tokens))]
     return tuple(before), tuple(reversed(after))
-
-
-def _find_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the source of the chat template."""
-    file = folder / CHAT_TEMPLATE
-    if file.exists():
-        return read_text(file)
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-        source = named.get("default")
-    if not isinstance(source, str | None):
-        raise DataError(f"{folder / 'tokenizer_config.json'}: `chat_template` must be a string")
-    return source
 
 
 def _compile(source: str, today: datetime.date) -> Any:

@@ -17,7 +17,7 @@ from .model import TextModel
 
 def count_positions(model: TextModel) -> int | None:
     """Return the number of positions of a model; None if its config.json does not say it."""
-    positions = model.settings.get("max_position_embeddings")
+    positions = model.base.settings.get("max_position_embeddings")
     return positions if type(positions) is int else None
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -42,11 +41,6 @@ class TextModel:
     def config(self) -> DecoderConfig:
         """The configuration of the decoder."""
         return self.base.model
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keys of config.json that do not change the network."""
-        return json.loads(self.config.other_settings)
 
     def load(
         self,

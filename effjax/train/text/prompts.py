@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import DataError, TrainError, quoted
+from .base import GENERATION_CONFIG, eos_tokens
 from .files import read_json, read_text
 from .forms import Conversation, RowReader
 from .model import TextModel
 from .sources import read_rows
 
 SUFFIXES = ".txt", ".jsonl"
-CONTENT = "effjax-turn"  # content of a turn; no template contains this text
 
 
 class Prompt(NamedTuple):
@@ -104,14 +104,12 @@ def encode(
             messages.insert(0, {"role": "system", "content": system})
         options: Any = {"tools": conversation.tools, "variables": conversation.variables}
         tokens = _encode(model, tokenizer.render(messages, add_generation_prompt=True, **options))
-        # Templates may end a turn by another token than EOS: that after the content of an answer.
-        answer = {"role": "assistant", "content": CONTENT}
-        turn = tokenizer.render([*messages, answer], **options)
-        after = _encode(model, turn.rpartition(CONTENT)[2])[:1]
-        stops |= tokenizer.special_tokens.intersection(after)
+        # Templates may end a turn by another token than EOS.
+        stops |= tokenizer.turn_ends(messages, **options)
     else:
         assert isinstance(prompt, str)
-        tokens = [*tokenizer.beginning, *_encode(model, prompt)]
+        ids = _encode(model, prompt)
+        tokens = [*tokenizer.missing_ends(ids)[0], *ids]
     if not tokens:
         raise TrainError("An empty prompt needs a tokenizer with a BOS token. Give a text.")
     if max(tokens) >= model.config.vocab_size:
@@ -129,17 +127,14 @@ def _encode(model: TextModel, text: str) -> list[int]:
 
 def _stop_tokens(model: TextModel) -> set[int]:
     """Return the EOS tokens of the tokenizer, config.json and generation_config.json."""
-    tokens, settings = set(model.tokenizer.end), [model.settings]
-    if (file := model.base.folder / "generation_config.json").is_file():
+    base, settings = model.base, [model.base.settings, model.base.generation_settings]
+    if model.adapter is not None and (file := model.adapter / GENERATION_CONFIG).is_file():
         settings.append(read_json(file))
-    for content in settings:
-        eos = content.get("eos_token_id")
-        values = eos if isinstance(eos, list) else [eos]
-        tokens |= {token for token in values if type(token) is int and token >= 0}
+    tokens = {*model.tokenizer.end, *(token for one in settings for token in eos_tokens(one))}
     # One beyond the vocabulary is never generated, but one beyond 32 bits fails in JAX.
     if max(tokens, default=0) >= 2**31:
         raise DataError(
-            f"{model.base.folder}: `eos_token_id` (={max(tokens)}) must be below `vocab_size` "
+            f"{base.folder}: `eos_token_id` (={max(tokens)}) must be below `vocab_size` "
             f"(={model.config.vocab_size})."
         )
     return tokens

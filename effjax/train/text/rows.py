@@ -103,7 +103,7 @@ class FinetuneData:
         num_repeated: Number of train rows that were left out because they are validation rows too.
         num_split: Number of rows of `messages` that the template renders as several sequences.
         notes: How fields were read, and which were not used.
-        trains_end: Whether a special token, such as the end of a turn or of a text, has loss.
+        end_tokens: The special tokens with loss that end a text or a turn of the assistant.
     """
 
     name: str
@@ -115,7 +115,7 @@ class FinetuneData:
     num_repeated: int
     num_split: int = 0
     notes: tuple[str, ...] = ()
-    trains_end: bool = True
+    end_tokens: frozenset[int] = frozenset()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -163,6 +163,7 @@ class _TokenizedRows(NamedTuple):
         num_skipped: Number of rows without a sequence.
         num_split: Number of rows with several texts.
         num_equal: Number of pairs of equal answers.
+        end_tokens: As in `FinetuneData`.
     """
 
     sequences: Sequences
@@ -173,6 +174,7 @@ class _TokenizedRows(NamedTuple):
     num_skipped: int
     num_split: int
     num_equal: int
+    end_tokens: frozenset[int]
 
 
 def load_rows(
@@ -268,7 +270,7 @@ def load_rows(
     return FinetuneData(
         shown, train, held_out, num_rows, num_cut, num_skipped, num_repeated,
         sum(part.num_split for part in used), tuple(notes),
-        bool(np.isin(train.tokens[train.has_loss], [*tokenizer.special_tokens]).any()),
+        frozenset().union(*(part.end_tokens for part in used)),
     )  # fmt: skip
 
 
@@ -312,6 +314,7 @@ def _tokenize(
     """Read a data set and tokenize its rows."""
     tokens, losses, lengths, row_of, hashes, prompts = [], [], [], [], [], []
     num_cut = num_skipped = num_split = num_equal = 0
+    special, end_tokens = tokenizer.special_tokens, set()
     for chunk in _chunk(_read_examples(name, tokenizer, reader, pairs)):
         # The backend tokenizes the texts of a call in parallel.
         texts = [example.text for row in chunk for example in row]
@@ -322,6 +325,8 @@ def _tokenize(
             for example in row:
                 ids, has_loss = _mask(example, next(encodings), tokenizer)
                 is_cut |= len(ids) > max_length and example.kind != "text"
+                if not is_cut:
+                    end_tokens |= _find_ends(ids, has_loss, special)
                 pieces += _split(ids, has_loss, max_length, example.kind == "text")
             # One answer of a pair has no token with loss within `max_length`, and a comparison
             # needs both.
@@ -348,6 +353,7 @@ def _tokenize(
         num_skipped,
         num_split,
         num_equal,
+        frozenset(end_tokens),
     )
 
 
@@ -391,16 +397,22 @@ def _mask(example: _Example, encoding: Any, tokenizer: Tokenizer) -> tuple[np.nd
             # A token that begins in the prompt and ends in the answer is predicted: the model has
             # to write it.
             has_loss |= (offsets[:, 0] < last) & (offsets[:, 1] > first)
-    before, after = tokenizer.beginning, tokenizer.end
-    # Templates write BOS and EOS themselves, and so do texts that were rendered by one.
-    if example.kind == "messages" or tuple(ids[: len(before)]) == before:
-        before = ()
-    if example.kind == "messages" or tuple(ids[len(ids) - len(after) :]) == after:
-        after = ()
+    # Templates write BOS and EOS themselves.
+    before, after = ((), ()) if example.kind == "messages" else tokenizer.missing_ends(ids)
     has_loss = np.pad(has_loss, (len(before), len(after)))
     # EOS is trained, so that the model learns to stop.
     has_loss[len(has_loss) - len(after) :] = True
     return np.array([*before, *ids, *after], np.int32), has_loss
+
+
+def _find_ends(ids: np.ndarray, has_loss: np.ndarray, special: set[int]) -> set[int]:
+    """Return the special tokens that end the parts of a text with loss."""
+    ends = set()
+    for last in np.flatnonzero(has_loss & ~np.append(has_loss[1:], False)):
+        # Templates write a line feed after the token of the end.
+        pair = [int(ids[i]) for i in (last, last - 1) if i >= 0 and has_loss[i]]
+        ends |= set([token for token in pair if token in special][:1])
+    return ends
 
 
 def _concatenate(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:

@@ -13,6 +13,7 @@ tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
 
 TODAY = datetime.date(2026, 1, 2)
+ADDED = {"__type": "AddedToken", "special": True, "normalized": False}
 CONVERSATION = [
     {"role": "user", "content": "Is <b> 1 < 2?"},
     {"role": "assistant", "content": "Yes.", "reasoning": "Easy."},
@@ -87,7 +88,7 @@ def test_names_of_templates(load):
         "{% set n = namespace({'a': 1}, self=2) %}{% set n.b = 3 %}{{ [n.a, n.self, n.b] }}"
         "{{ dict(a=1) }}"
     )
-    tokenizer = load(template, pad_token={"content": "<pad>"}, unk_token=None)
+    tokenizer = load(template, pad_token=ADDED | {"content": "<pad>"}, unk_token=None)
     message = {"role": "user", "content": "<a> & 'é'"}
     expected = json.dumps([message] * 2, ensure_ascii=False)
     assert tokenizer.render([{**message, "nothing": None}] * 2) == (
@@ -173,6 +174,42 @@ def test_beginning_and_end(load, tmp_path):
         assert tokens_around(load_tokenizer(tmp_path, TODAY)) == (["<s>"], ["</s>"])
 
 
+def test_tokens_that_only_other_files_name(load, tmp_path):
+    """They are tokens and no pieces, as in transformers."""
+    number = load().backend.get_vocab_size()
+    added = ADDED | {"content": "<|end|>"}
+    named = {"added_tokens_decoder": {str(number): {k: added[k] for k in added if k != "__type"}}}
+
+    def check(tokenizer):
+        assert tokenizer.backend.encode("a<|end|>").ids[1:] == [number]
+        assert number in tokenizer.special_tokens
+
+    check(load(**named))
+    assert load(**named, eos_token="<|end|>").end == (number,)
+    load(eos_token=None)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|end|>": number}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": added}))
+    tokenizer = load_tokenizer(tmp_path, TODAY)
+    check(tokenizer)
+    assert tokenizer.end == (number,) and tokenizer.variables["eos_token"] == "<|end|>"
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|end|>": number + 3}))
+    with pytest.raises(DataError, match=rf"'<\|end\|>' is token {number}, and .* {number + 3}"):
+        load_tokenizer(tmp_path, TODAY)
+
+
+def test_flag_that_only_another_file_sets(load, tmp_path):
+    """tokenizer.json has an ordinary token, and tokenizer_config.json a special one."""
+    backend = load().backend
+    number = backend.get_vocab_size()
+    backend.add_tokens([tokenizers.AddedToken("<|end|>", special=False, normalized=False)])
+    flags = {"content": "<|end|>", "special": True, "normalized": False}
+    load(added_tokens_decoder={str(number): flags})
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path, TODAY)
+    assert number in tokenizer.special_tokens
+    assert tokenizer.backend.decode([number], skip_special_tokens=True) == ""
+
+
 def test_truncation_and_padding_of_the_file(load, tmp_path):
     backend = load().backend
     backend.enable_truncation(3)
@@ -186,10 +223,11 @@ def test_truncation_and_padding_of_the_file(load, tmp_path):
     ("name", "content", "words"),
     [
         ("tokenizer.json", b"{}", "is not a tokenizer"),
-        ("tokenizer_config.json", None, "cannot be read"),
+        ("tokenizer.json", None, "does not exist"),
         ("tokenizer_config.json", b"{", "must be a JSON object"),
         ("tokenizer_config.json", b"[]", "must be a JSON object"),
-        ("tokenizer_config.json", b'{"eos_token": "<end>"}', "`eos_token` (='<end>') is not in"),
+        ("added_tokens.json", b"[]", "must be a JSON object"),
+        ("special_tokens_map.json", b"", "must be a JSON object"),
         ("tokenizer_config.json", b'{"chat_template": 1}', "`chat_template` must be a string"),
         ("chat_template.jinja", b"\xff", "is not UTF-8"),
     ],
