@@ -153,11 +153,12 @@ def train_on_text(given: Mapping[str, Any]) -> None:
         choices = memory_choices(config, set(request.given), size)
         config = fit_config(config, request.given, fit, choices, size)
     from ..train.report import load_bar, print_line, print_table
-    from ..train.text.report import describe, result_rows
+    from ..train.text.report import describe, describe_stops, result_rows
     from ..train.text.task import prepare
 
     with load_bar(console) as update:
         task = prepare(config, load_progress=update, resume=request.resume)
         run, result = train(request, task, describe(task), console, "--fit, or --params-in host")
     print_table(console, result_rows(result))
-    print_line(console, f"written: {run.path / result.exported}")
+    for line in (f"written: {run.path / result.exported}", *describe_stops(task)):
+        print_line(console, line)

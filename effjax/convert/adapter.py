@@ -21,6 +21,7 @@ from .checkpoint import (
     find_tensors,
     load_arrays,
     make_sources,
+    read_files,
     save_arrays,
 )
 from .safetensors_file import DTYPES
@@ -119,7 +120,7 @@ def save_adapter(
     dropout: float = 0.0,
     base_model: str | None = None,
     base_revision: str | None = None,
-    copied_files: Mapping[str, Path] | None = None,
+    copied_files: Mapping[str, Path | bytes] = {},
     layers_prefix: str = LAYERS_PREFIX,
     overwrite: bool = False,
     require_finite: bool = False,
@@ -136,7 +137,7 @@ def save_adapter(
             computes.
         base_model: The name or folder of the model that is adapted, for PEFT.
         base_revision: The commit of a model on the Hub.
-        copied_files: Other files of the adapter, by their new names.
+        copied_files: Other files of the adapter, or their content, by their new names.
         layers_prefix: What stands before the number of a layer in the base model.
         overwrite: Whether to replace an older adapter, as in `save_checkpoint`.
         require_finite: Whether to refuse arrays with NaN or infinity.
@@ -164,7 +165,7 @@ def save_adapter(
     sources = make_sources(layers, {}, f"{BASE}{layers_prefix}")
     text = json.dumps(config, indent=2) + "\n"
     files = {CONFIG: text.encode()}
-    files |= {name: path.read_bytes() for name, path in (copied_files or {}).items()}
+    files |= read_files(copied_files)
     save_arrays(
         Path(folder), MODEL, sources, files, 1 << 62, overwrite, require_finite, progress=None
     )

@@ -195,7 +195,7 @@ def save_checkpoint(
     *,
     layers_prefix: str = LAYERS_PREFIX,
     max_shard_bytes: int = 5_000_000_000,
-    copied_files: Collection[Path] | Mapping[str, Path] = (),
+    copied_files: Collection[Path] | Mapping[str, Path | bytes] = (),
     overwrite: bool = False,
     require_finite: bool = False,
     progress: Progress | None = None,
@@ -215,7 +215,7 @@ def save_checkpoint(
         layers_prefix: What stands before the number of a layer.
         max_shard_bytes: The size of a shard, unless a single tensor is larger.
         copied_files: Other files of the checkpoint, such as those of its tokenizer; or a mapping
-            from their new names to the files.
+            from their new names to the files, or to their content.
         overwrite: Whether to replace an older checkpoint, all at once. If the process is killed
             between the two renames, the next `load_checkpoint` completes them.
         require_finite: Whether to refuse arrays with NaN or infinity. Nothing is saved then.
@@ -243,14 +243,22 @@ def save_checkpoint(
     except TypeError as error:
         raise TypeError(f"`config` must be the content of a config.json: {error!s:.200}.") from None
     files = {"config.json": text.encode()}
-    if isinstance(copied_files, Mapping):
-        copied = {str(name): Path(path) for name, path in copied_files.items()}
-    else:
-        copied = {path.name: path for path in copied_files}
-    files |= {name: path.read_bytes() for name, path in copied.items()}
+    files |= read_files(copied_files)
     save_arrays(
         Path(folder), MODEL, sources, files, max_shard_bytes, overwrite, require_finite, progress
     )
+
+
+def read_files(
+    copied_files: Collection[Path] | Mapping[str, Path | bytes],
+) -> dict[str, bytes]:
+    """Return the content of `copied_files`, by name."""
+    if not isinstance(copied_files, Mapping):
+        copied_files = {path.name: path for path in copied_files}
+    return {
+        str(name): content if isinstance(content, bytes) else Path(content).read_bytes()
+        for name, content in copied_files.items()
+    }
 
 
 def check_arrays(layers: Any, others: Any) -> None:

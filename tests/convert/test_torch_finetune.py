@@ -59,7 +59,15 @@ def test_model(tmp_path, family, options, tolerance):
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>assistant\n")
     start = tokenizer(text, return_tensors="pt").input_ids
-    assert model.generate(start, max_new_tokens=2, do_sample=False).shape == (1, start.size(1) + 2)
+    end, length = tokenizer.convert_tokens_to_ids("<|im_end|>"), start.size(1) + 2
+
+    def force(ids, scores):
+        scores[:, :4] = -torch.inf  # the special tokens
+        scores[:, end] = torch.inf if ids.size(1) == length else -torch.inf
+        return scores
+
+    options = {"max_new_tokens": 20, "do_sample": False, "logits_processor": [force]}
+    assert model.generate(start, **options)[0, length:].tolist() == [end]  # it ends there
 
 
 @pytest.mark.parametrize("form", [None, *FORMATS])

@@ -2,12 +2,15 @@
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...convert import save_checkpoint
+from .base import GENERATION_CONFIG, eos_tokens
 from .chat import CHAT_TEMPLATE
+from .files import read_json
 from .model import TextModel
 
 
@@ -29,10 +32,15 @@ def merge(model: TextModel, folder: Path) -> None:
         module = name.removesuffix(".lora_A.weight")
         a, b = layers.pop(name), layers.pop(f"{module}.lora_B.weight")
         layers[f"{module}.weight"] = _add_product(layers[f"{module}.weight"], a, b, scale)
-    files = {file.name: file for file in model.base.tokenizer_files}
-    # The adapter was trained with this template.
-    if model.adapter is not None and (template := model.adapter / CHAT_TEMPLATE).is_file():
-        files[CHAT_TEMPLATE] = template
+    files: dict[str, Any] = {file.name: file for file in model.base.tokenizer_files}
+    stops = model.tokenizer.template_ends
+    # The adapter was trained with this template, and on answers with these ends.
+    if model.adapter is not None:
+        if (template := model.adapter / CHAT_TEMPLATE).is_file():
+            files[CHAT_TEMPLATE] = template
+        if (file := model.adapter / GENERATION_CONFIG).is_file():
+            stops |= {*eos_tokens(read_json(file))}
+    files |= model.base.generation_files(stops)
     save_checkpoint(folder, layers, others, model.config.to_json(), copied_files=files)
 
 

@@ -1,7 +1,8 @@
 """The output of a run on text: its description and its result."""
 
-from ..errors import counted
+from ..errors import counted, quoted
 from ..mesh import describe_devices
+from .base import eos_tokens
 from .config import FinetuneConfig
 from .packing import PackedRows
 from .task import TextResult, TextTask
@@ -34,7 +35,7 @@ def describe(task: TextTask) -> list[str]:
 def _warn(config: FinetuneConfig, rows: PackedRows) -> list[str]:
     """Return what is probably not intended, one line each."""
     data, warnings = rows.source, []
-    if not data.trains_end:
+    if not data.end_tokens:
         warnings.append(
             "no token with loss ends a turn or a text, so the model does not learn to stop. See "
             "--show 3, and correct the chat template, or use a larger --max-length"
@@ -81,6 +82,20 @@ def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:
         f"{rows.train.efficiency:.0%} of which are used"
     )
     return lines
+
+
+def describe_stops(task: TextTask) -> list[str]:
+    """Return a line if other programs do not end at the tokens that an adapter has learned."""
+    missing = task.base.missing_stops(task.end_tokens)
+    if task.config.lora is None or not missing:
+        return []
+    stops = eos_tokens(task.base.generation_settings) + missing
+    return [
+        f"note: {quoted(' and '.join(task.end_tokens[token] for token in missing))} ends an "
+        f"answer, but not in generation_config.json of {task.base.path}, which PEFT reads: it "
+        f"would generate up to its limit. Give it eos_token_id={stops}, or use effjax merge, which "
+        "writes them."
+    ]
 
 
 def result_rows(result: TextResult) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,9 @@ def prepare(
     if not resume:  # otherwise the weights are those of the run
         base.check(*learner.model_shapes())
     schedule = learning_rate_schedule(config)
-    return TextTask(config, mesh, schedule, data, base, learner, load_progress, samples)
+    ends = data.source.end_tokens | tokenizer.template_ends
+    names = {token: tokenizer.backend.id_to_token(token) for token in sorted(ends)}
+    return TextTask(config, mesh, schedule, data, base, learner, load_progress, samples, names)
 
 
 def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base, Tokenizer]:
@@ -169,6 +171,8 @@ class TextTask(Task[TextResult]):
         learner: The decoder and its optimizer.
         load_progress: Called while the weights of the checkpoint are read.
         samples: Prompts to complete at each evaluation, or None.
+        end_tokens: The tokens that end a text or an answer, in the data or the template, with their
+            texts.
     """
 
     items = "tokens"
@@ -179,6 +183,7 @@ class TextTask(Task[TextResult]):
     learner: DecoderLearner
     load_progress: LoadProgress | None = None
     samples: Samples | None = None
+    end_tokens: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
     def steps_per_unit(self) -> int:
@@ -319,21 +324,21 @@ class TextTask(Task[TextResult]):
         folder, base = run.path / self.exported, self.base
         layers, others = state.model.layers, state.model.others
         options: dict[str, Any] = {"overwrite": True, "require_finite": True}
-        templates = {}
+        files = base.generation_files(self.end_tokens)
         if self.config.chat_template:
-            templates = {CHAT_TEMPLATE: Path(self.config.chat_template)}
+            files[CHAT_TEMPLATE] = Path(self.config.chat_template).read_bytes()
         try:
             if self.config.lora is None:
                 config = base.model.to_json()
-                files = {file.name: file for file in base.tokenizer_files} | templates
-                save_checkpoint(folder, layers, others, config, copied_files=files, **options)
+                copied = {file.name: file for file in base.tokenizer_files} | files
+                save_checkpoint(folder, layers, others, config, copied_files=copied, **options)
                 return
             adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
             name, revision = base.repository or (str(base.folder), None)
             save_adapter(
                 folder, adapters, self.config.lora_scale,
                 dropout=self.config.lora_dropout or 0.0, base_model=name, base_revision=revision,
-                copied_files=templates, **options,
+                copied_files=files, **options,
             )  # fmt: skip
         except ValueError as error:
             raise TrainError(

@@ -15,13 +15,17 @@ from effjax.models import DecoderConfig, decoder_shapes, generate
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import DataError, PreemptionError, TrainError
 from effjax.train.loop import fit
+from effjax.train.text.chat import load_tokenizer
 from effjax.train.text.decode import decode, printable_lines
 from effjax.train.text.merge import merge
 from effjax.train.text.model import find_model
 from effjax.train.text.prompts import encode
+from effjax.train.text.report import describe_stops
+from effjax.train.text.rows import load_rows
 from tests.tiers import vary
 from tests.train.small import CachedTask, new_run
 from tests.train.text.small import check_resume, finetune_task, write_base
+from tests.train.text.tiny_checkpoint import write_tokenizer
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("matplotlib")
@@ -151,7 +155,8 @@ def test_samples(base, tmp_path, form):
         model.config, layers, others, np.array([prompt]), max_new_tokens=7,
         stop_tokens=sorted(ends), lora_scale=scale,
     )  # fmt: skip
-    text = "".join(decode(model.tokenizer, np.asarray(tokens)[0, : lengths[0]].tolist()))
+    ids = np.asarray(tokens)[0, : lengths[0]].tolist()
+    text = "".join(decode(model.tokenizer, ids, before=prompt))
     assert last[0]["text"] == printable_lines(text)
     prompts.write_text("\n")
     with pytest.raises(DataError, match="must have 1 to 100 prompts"):
@@ -196,6 +201,55 @@ def test_the_circle_of_adapters(base, tmp_path):
             expected = expected + 3 * b @ a
         np.testing.assert_allclose(merged_weight, expected, rtol=1e-6, atol=1e-6)
     assert (tmp_path / "merged" / "chat_template.jinja").read_bytes() == template.read_bytes()
+
+
+def test_exports_name_the_ends_of_answers(base, tmp_path):
+    """generation_config.json has what ends an answer in the template and in the data."""
+    settings = {"eos_token_id": 1, "top_k": 7}
+    (base := shutil.copytree(base, tmp_path / "base")) / "generation_config.json"
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(base, TODAY)
+    end, turn = map(tokenizer.backend.token_to_id, ("<|im_end|>", "<|im_start|>"))
+    (rows := tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    options = {"data": str(rows), "validation": 0, "steps": 1}
+
+    def stops(folder):
+        return json.loads((folder / "generation_config.json").read_text())
+
+    for form, folder in (({}, "model"), ({"lora": 2}, "adapter")):
+        task = finetune_task(base, **options, **form)
+        assert task.end_tokens == {1: "</s>", end: "<|im_end|>"}
+        run = new_run(tmp_path / folder, task)
+        fit(task, run)
+        assert stops(run.path / folder) == {"eos_token_id": [1, end], "top_k": 7}
+        model = find_model(run.path, None, TODAY)
+        assert encode(model, "a", None, chat=False)[1] == {1, end}
+        note = describe_stops(task)
+        assert bool(note) == (folder == "adapter") and all("[1, " in line for line in note)
+    merge(model, tmp_path / "merged")
+    assert stops(tmp_path / "merged") == {"eos_token_id": [1, end], "top_k": 7}
+    # What ends answers in the data only, with a line feed behind it.
+    template = tmp_path / "own.jinja"
+    end_of_b = "{{ '<|im_start|>\\n' if m.content == 'b' }}"
+    template.write_text("{% for m in messages %}{{ m.content }}" + end_of_b + "{% endfor %}")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows.write_text(json.dumps({"messages": chat}))
+    task = finetune_task(base, **options, chat_template=str(template))
+    assert task.end_tokens == {turn: "<|im_start|>"}
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, turn]}))
+    assert not task.base.generation_files(task.end_tokens)
+
+
+def test_a_prompt_that_spells_bos_has_one(base, tmp_path):
+    folder = shutil.copytree(base, tmp_path / "base")
+    write_tokenizer(folder, processor="<s> $A")
+    model = find_model(folder, None, TODAY)
+    ids, _ = encode(model, "1 + 2?", None, chat=False)
+    assert encode(model, "<s>1 + 2?", None, chat=False)[0] == ids and ids.count(0) == 1
+    # As in training.
+    (rows := tmp_path / "rows.jsonl").write_text('{"text": "<s>1 + 2?"}')
+    data = load_rows(rows, model.tokenizer, 64, 0).train
+    assert data.tokens.tolist() == [*ids, *model.tokenizer.end]
 
 
 def test_length_of_a_run(base):
