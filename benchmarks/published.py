@@ -88,10 +88,15 @@ def accumulation_step(
 ) -> tuple[Any, ...]:
     """Return a step with plain SGD, and the shapes of its arguments."""
     config = FinetuneConfig(
-        max_length=length, batch_size=batch_size, packing=False, steps=1, **options
+        max_length=length,
+        batch_size=batch_size,
+        packing=False,
+        steps=1,
+        clip_norm=0,
+        **options,
     ).resolve()
     learner = make_learner(config, model, planning_mesh(None, 1))
-    learner = dataclasses.replace(learner, optimizer=optax.sgd(1e-3), clip_norm=None)
+    learner = dataclasses.replace(learner, optimizer=optax.sgd(1e-3))
     *_, batch, key = training_step(config, 1, model)
     return offload_jit(learner.train_step()), learner.shapes(), batch, key
 
