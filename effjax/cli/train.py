@@ -35,12 +35,12 @@ class FinetuneRunOptions(RunOptions):
 
     show: int | None = option(
         None,
-        help="Print this many rows as they are trained on, with the tokens that have loss, and "
-        "end.",
+        help="Print this many rows of each --data, the first ones, as they are trained on, and "
+        "end. Text with loss is on lines that begin with +.",
         group=DATA,
         check=COUNT,
     )
-    show_ids: bool = option(False, help="With --show, print the id of each token.", group=DATA)
+    show_ids: bool = option(False, help="With --show, print the tokens and their ids.", group=DATA)
 
 
 @command(train_app, "densenet", DenseNetRunConfig, RunOptions)
@@ -76,14 +76,14 @@ def finetune(given: dict[str, Any]) -> None:
 def show(given: Mapping[str, Any]) -> None:
     """Print rows as they are trained on."""
     from ..train.text.show import show_rows
-    from ..train.text.task import read_rows
+    from ..train.text.task import find_tokenizer
 
     options = FinetuneRunOptions(**take(FinetuneRunOptions, given))
     if options.resume is not None:
         raise TrainError("--show cannot be combined with --resume. Give CHECKPOINT and --data.")
-    config, rows, _, tokenizer = read_rows(FinetuneConfig(**take(FinetuneConfig, given)).resolve())
+    config, _, tokenizer = find_tokenizer(FinetuneConfig(**take(FinetuneConfig, given)).resolve())
     assert options.show is not None
-    show_rows(make_console(), config, rows, tokenizer, options.show, options.show_ids)
+    show_rows(make_console(), config, tokenizer, options.show, options.show_ids)
 
 
 def fit_images(request: RunRequest, fit: str | None) -> RunRequest:

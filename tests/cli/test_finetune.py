@@ -182,14 +182,21 @@ def test_stop_after(run, folder, monkeypatch):
 
 
 def test_show(run, base, tmp_path):
-    """The tokens with loss are marked, as the step weights them; nothing is trained."""
-    write_rows(tmp_path / "rows.jsonl", {"prompt": "a\tb:", "completion": " yes"})
-    options = "--data", "rows.jsonl", "--validation", "0", "--show", "3", *SHORT
+    """The first rows of each file, whatever is held out or packed; nothing is trained."""
+    shutil.copy(base / "rows.jsonl", tmp_path / "others.jsonl")
+    write_rows(tmp_path / "rows.jsonl", {"prompt": "a\tb:", "completion": " yes"}, {"text": "c\n"})
+    options = "--data", "others.jsonl", "--data", "rows.jsonl", "--show", "2", *SHORT
     code, out, err = run("finetune", base, *options)
-    assert (code, err) == (0, "") and out.startswith("row 1: 1 sequence, ")
-    assert out.splitlines()[1] == "a\\tb:⟦ yes</s>⟧" and not (tmp_path / "runs").exists()
-    _, out, _ = run("finetune", base, *options, "--show-ids", "--no-packing")
-    assert out.splitlines()[1].endswith("⟦</s>(1)⟧")
+    assert (code, err) == (0, "") and not (tmp_path / "runs").exists()
+    assert out.splitlines() == [
+        "others.jsonl: line 1: 4 tokens, 2 with loss", " |0:", "+>ab</s>",
+        "others.jsonl: line 2: 5 tokens, 3 with loss", " |1:", "+>abab</s>",
+        "rows.jsonl: line 1: 8 tokens, 4 with loss", " |a\tb:", "+> yes</s>",
+        "rows.jsonl: line 2: 3 tokens, 2 with loss", " |c", "+>", "+|</s>",
+    ]  # fmt: skip
+    assert run("finetune", base, *options, "--no-packing", "--validation", "0")[1] == out
+    _, out, _ = run("finetune", base, *options, "--show-ids")
+    assert out.splitlines()[-3:] == ["  70 'c'", "+ 202 'Ċ'", "+ 1 '</s>'"]
 
 
 def test_warnings(base, run_without_training, tmp_path):

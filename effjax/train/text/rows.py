@@ -315,7 +315,8 @@ def _tokenize(
     tokens, losses, lengths, row_of, hashes, prompts = [], [], [], [], [], []
     num_cut = num_skipped = num_split = num_equal = 0
     special, end_tokens = tokenizer.special_tokens, set()
-    for chunk in _chunk(_read_examples(name, tokenizer, reader, pairs)):
+    rows = (row for _, row in read_examples(name, tokenizer, reader, pairs))
+    for chunk in _chunk(rows):
         # The backend tokenizes the texts of a call in parallel.
         texts = [example.text for row in chunk for example in row]
         encodings = iter(encode_texts(tokenizer.backend, texts))
@@ -323,11 +324,11 @@ def _tokenize(
         for row in chunk:
             before, is_cut = len(pieces), False
             for example in row:
-                ids, has_loss = _mask(example, next(encodings), tokenizer)
+                ids, has_loss, _ = mask_tokens(example, next(encodings), tokenizer)
                 is_cut |= len(ids) > max_length and example.kind != "text"
                 if not is_cut:
                     end_tokens |= _find_ends(ids, has_loss, special)
-                pieces += _split(ids, has_loss, max_length, example.kind == "text")
+                pieces += split_tokens(ids, has_loss, max_length, example.kind == "text")
             # One answer of a pair has no token with loss within `max_length`, and a comparison
             # needs both.
             if pairs and len(pieces) < before + 2:
@@ -375,7 +376,7 @@ def _chunk(rows: Iterator[list[_Example]]) -> Iterator[list[list[_Example]]]:
     yield chunk
 
 
-def _split(
+def split_tokens(
     ids: np.ndarray, has_loss: np.ndarray, max_length: int, keep_all: bool
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the sequences of a text that have a token with loss."""
@@ -387,8 +388,10 @@ def _split(
     return [(piece, loss) for piece, loss in pieces if loss.any()]
 
 
-def _mask(example: _Example, encoding: Any, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens of a text and which of them have loss, with BOS and EOS."""
+def mask_tokens(
+    example: _Example, encoding: Any, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the tokens of a text with BOS and EOS, which have loss, and how many BOS are added."""
     ids = encoding.ids
     has_loss = np.full(len(ids), example.kind == "text")
     if example.kind != "text":
@@ -402,7 +405,7 @@ def _mask(example: _Example, encoding: Any, tokenizer: Tokenizer) -> tuple[np.nd
     has_loss = np.pad(has_loss, (len(before), len(after)))
     # EOS is trained, so that the model learns to stop.
     has_loss[len(has_loss) - len(after) :] = True
-    return np.array([*before, *ids, *after], np.int32), has_loss
+    return np.array([*before, *ids, *after], np.int32), has_loss, len(before)
 
 
 def _find_ends(ids: np.ndarray, has_loss: np.ndarray, special: set[int]) -> set[int]:
@@ -419,14 +422,14 @@ def _concatenate(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *arrays])
 
 
-def _read_examples(
+def read_examples(
     name: str, tokenizer: Tokenizer, reader: RowReader, pairs: bool
-) -> Iterator[list[_Example]]:
-    """Yield the examples of each row; of pairs, the chosen and the rejected one."""
+) -> Iterator[tuple[str, list[_Example]]]:
+    """Yield the place and the examples of each row; of pairs, the chosen and the rejected one."""
     for row in read_rows(name, reader.columns.get("prompt", "prompt")):
         try:
             if not pairs:
-                yield _render(reader.read(row.content), tokenizer)
+                yield row.place, _render(reader.read(row.content), tokenizer)
                 continue
             sides = [_render(side, tokenizer) for side in reader.read_pair(row.content)]
             if any(len(examples) > 1 for examples in sides):
@@ -434,7 +437,7 @@ def _read_examples(
                     "the chat template renders the conversation differently for each answer. Give "
                     "`chosen` and `rejected` with one answer each"
                 )
-            yield [example for (example,) in sides]
+            yield row.place, [example for (example,) in sides]
         except DataError as error:
             raise DataError(f"{name}: {row.place}: {error}") from error
 

@@ -102,7 +102,7 @@ def prepare(
     config.check_devices(mesh.size)
     if config.has_pairs and loss is not None:
         raise TrainError("`loss` (=dpo) cannot be combined with a function as the loss")
-    config, data, base, tokenizer = read_rows(config)
+    config, data, base, tokenizer = _read_rows(config)
     learner = make_learner(config, base.model, mesh, loss)
     samples = read_prompts(config, base, tokenizer)
     if not resume:  # otherwise the weights are those of the run
@@ -113,8 +113,8 @@ def prepare(
     return TextTask(config, mesh, schedule, data, base, learner, load_progress, samples, names)
 
 
-def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base, Tokenizer]:
-    """Return the options with what the data determine, the rows, the checkpoint and its tokenizer.
+def find_tokenizer(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, Tokenizer]:
+    """Return the options with the checkpoint and the date, the checkpoint, and its tokenizer.
 
     Raises:
         DataError, TrainError: as for `prepare`.
@@ -129,6 +129,17 @@ def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base,
     except ValueError as error:
         raise TrainError(f"`date` (={config.date!r:.120}) must be like 2026-01-31") from error
     tokenizer = load_tokenizer(base.folder, date, config.chat_template)
+    return dataclasses.replace(config, checkpoint=base.path, date=date.isoformat()), base, tokenizer
+
+
+def _read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base, Tokenizer]:
+    """Return the options with what the data determine, the rows, the checkpoint and its tokenizer.
+
+    Raises:
+        DataError, TrainError: as for `prepare`.
+    """
+    config, base, tokenizer = find_tokenizer(config)
+    assert config.data is not None
     source = load_rows(
         config.data, tokenizer, config.max_length, config.validation, config.validation_data,
         config.weights_of_data, config.columns, config.has_pairs,
@@ -144,7 +155,7 @@ def read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base,
         train, validation = (pack(part, *layout) for part in parts)
     # Batches cross the ends of epochs, so that no row is left out.
     steps = config.steps or max(round(config.epochs * len(train) / config.batch_size), 1)
-    config = dataclasses.replace(config, checkpoint=base.path, date=date.isoformat(), steps=steps)
+    config = dataclasses.replace(config, steps=steps)
     return config, PackedRows(source, train, validation), base, tokenizer
 
 
