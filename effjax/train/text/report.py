@@ -34,22 +34,22 @@ def describe(task: TextTask) -> list[str]:
 
 def _warn(config: FinetuneConfig, rows: PackedRows) -> list[str]:
     """Return what is probably not intended, one line each."""
-    data, warnings = rows.source, []
+    data, counts, warnings = rows.source, rows.source.counts, []
     if not data.end_tokens:
         warnings.append(
             "no token with loss ends a turn or a text, so the model does not learn to stop. See "
             "--show 3, and correct the chat template, or use a larger --max-length"
         )
-    if 2 * data.num_cut > data.num_rows:
-        warnings.append(f"most rows are cut ({data.num_cut} of {data.num_rows})")
+    if 2 * counts["cut"] > counts["rows"]:
+        warnings.append(f"most rows are cut ({counts['cut']} of {counts['rows']})")
     if config.batch_size > len(rows.train):
         warnings.append(
             f"a batch of {config.batch_size} rows is more than the data have, "
             f"{counted(len(rows.train), 'row')}. A step reads rows several times"
         )
-    if data.num_split:
+    if counts["split"]:
         warnings.append(
-            f"the chat template renders {counted(data.num_split, 'conversation')} differently for "
+            f"the chat template renders {counted(counts['split'], 'conversation')} differently for "
             "each answer, as several sequences"
         )
     return [f"warning: {text}." for text in warnings]
@@ -62,17 +62,17 @@ def _describe_rows(config: FinetuneConfig, rows: PackedRows) -> list[str]:
     held_out = f" and {len(data.validation) // share} validation" if len(rows.validation) else ""
     lines = [
         f"{data.name}: {len(data.train) // share} train{held_out} {noun} of "
-        f"{counted(data.num_rows, 'row')}, {len(data.train.tokens)} train tokens, "
+        f"{counted(data.counts['rows'], 'row')}, {len(data.train.tokens)} train tokens, "
         f"{data.train.num_losses} of them with loss"
     ]
     lines += [
-        f"{counted(number, 'row')} {what}"
-        for number, what in (
-            (data.num_cut, f"cut to {counted(config.max_length, 'token')}"),
-            (data.num_skipped, f"skipped: no token with loss in the first {config.max_length}"),
-            (data.num_repeated, "left out of the train rows: in the validation rows too"),
+        f"{counted(data.counts[name], 'row')} {what}"
+        for name, what in (
+            ("cut", f"cut to {counted(config.max_length, 'token')}"),
+            ("skipped", f"skipped: no token with loss in the first {config.max_length}"),
+            ("repeated", "left out of the train rows: in the validation rows too"),
         )
-        if number
+        if data.counts[name]
     ]
     lines += data.notes
     packed = "packed into" if config.packing else "not packed:"

@@ -19,6 +19,7 @@ Rows that are cut lose their EOS.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
@@ -96,12 +97,10 @@ class FinetuneData:
         name: The files.
         train: Sequences to train on.
         validation: Sequences of other rows; may be empty.
-        num_rows: Number of rows of the files.
-        num_cut: Number of rows of `messages` or `completion` that were longer than the maximum.
-        num_skipped: Number of rows that were left out because no token with loss is in the part
-            that was kept.
-        num_repeated: Number of train rows that were left out because they are validation rows too.
-        num_split: Number of rows of `messages` that the template renders as several sequences.
+        counts: Numbers of "rows" of the files; of those "cut", without a "text"; "skipped", without
+            a token with loss in the part that was kept; "repeated", left out of the train rows
+            because they are validation rows too; "split", which the template renders as several
+            sequences; and of pairs with "equal" answers.
         notes: How fields were read, and which were not used.
         end_tokens: The special tokens with loss that end a text or a turn of the assistant.
     """
@@ -109,13 +108,9 @@ class FinetuneData:
     name: str
     train: Sequences
     validation: Sequences
-    num_rows: int
-    num_cut: int
-    num_skipped: int
-    num_repeated: int
-    num_split: int = 0
-    notes: tuple[str, ...] = ()
-    end_tokens: frozenset[int] = frozenset()
+    counts: Counter[str]
+    notes: tuple[str, ...]
+    end_tokens: frozenset[int]
 
     @functools.cached_property
     def digest(self) -> str:
@@ -159,22 +154,15 @@ class _TokenizedRows(NamedTuple):
         row_of: int64 [number of sequences], the row of each sequence, from 0.
         hashes: uint64 [number of rows], of the texts.
         prompts: uint64 [number of rows], hashes of the prompts, or of the texts without one.
-        num_cut: Number of rows that were cut.
-        num_skipped: Number of rows without a sequence.
-        num_split: Number of rows with several texts.
-        num_equal: Number of pairs of equal answers.
-        end_tokens: As in `FinetuneData`.
+        counts, end_tokens: As in `FinetuneData`.
     """
 
     sequences: Sequences
     row_of: np.ndarray
     hashes: np.ndarray
     prompts: np.ndarray
-    num_cut: int
-    num_skipped: int
-    num_split: int
-    num_equal: int
-    end_tokens: frozenset[int]
+    counts: Counter[str]
+    end_tokens: set[int]
 
 
 def load_rows(
@@ -224,13 +212,13 @@ def load_rows(
     reader = RowReader(parse_columns(columns) if columns else {})
     options = tokenizer, max_length, reader, pairs
     parts = [_tokenize(name, *options) for name in names]
-    shown, used, num_repeated = ", ".join(names), parts, 0
+    shown, used, counts = ", ".join(names), parts, Counter()
     if validation_names:
         others = [_tokenize(name, *options) for name in validation_names]
         held_out = join([part.sequences for part in others])
         used, excluded = [*parts, *others], np.concatenate([part.hashes for part in others])
         is_train = [~np.isin(part.hashes, excluded) for part in parts]
-        num_repeated = sum(int((~mask).sum()) for mask in is_train)
+        counts["repeated"] = sum(int((~mask).sum()) for mask in is_train)
     else:
         excluded = _hold_out(np.concatenate([part.prompts for part in parts]), validation, shown)
         is_train = [~np.isin(part.prompts, excluded) for part in parts]
@@ -242,8 +230,7 @@ def load_rows(
             for part, mask, weight in zip(parts, is_train, weights, strict=True)
         ]
     )
-    num_rows = sum(len(part.hashes) for part in used)
-    num_cut, num_skipped = sum(p.num_cut for p in used), sum(p.num_skipped for p in used)
+    counts = sum((part.counts for part in used), counts)
     # A column may be in some rows only, so that this is known after all of them.
     if missing := sorted(reader.columns.keys() - reader.found):
         raise DataError(f"{shown}: no row has the column {reader.columns[missing[0]]!r:.120}.")
@@ -253,25 +240,22 @@ def load_rows(
         ("validation", held_out, validation > 0 or bool(validation_names)),
     ):
         if wanted and not len(part):
-            remedy = "a larger `max_length`" if num_skipped else "other validation rows"
+            remedy = "a larger `max_length`" if counts["skipped"] else "other validation rows"
             raise DataError(
-                f"{shown}: no {name} row is left of {counted(num_rows, 'row')}. {num_skipped} lack "
-                f"a token with loss within `max_length` (={max_length}), and {num_repeated} are "
-                f"also validation rows. Use {remedy}."
+                f"{shown}: no {name} row is left of {counted(counts['rows'], 'row')}. "
+                f"{counts['skipped']} lack a token with loss within `max_length` (={max_length}), "
+                f"and {counts['repeated']} are also validation rows. Use {remedy}."
             )
     notes = [*reader.recognized]
     if reader.unused:
         notes.append(f"unused fields: {quoted(', '.join(reader.unused))}")
-    if num_equal := sum(part.num_equal for part in used):
+    if counts["equal"]:
         notes.append(
-            f"{counted(num_equal, 'pair')} without a preference: equal answers within "
+            f"{counted(counts['equal'], 'pair')} without a preference: equal answers within "
             f"{counted(max_length, 'token')}"
         )
-    return FinetuneData(
-        shown, train, held_out, num_rows, num_cut, num_skipped, num_repeated,
-        sum(part.num_split for part in used), tuple(notes),
-        frozenset().union(*(part.end_tokens for part in used)),
-    )  # fmt: skip
+    end_tokens = frozenset().union(*(part.end_tokens for part in used))
+    return FinetuneData(shown, train, held_out, counts, tuple(notes), end_tokens)
 
 
 def _count(hashes: np.ndarray, is_train: np.ndarray, weight: float) -> np.ndarray:
@@ -313,8 +297,7 @@ def _tokenize(
 ) -> _TokenizedRows:
     """Read a data set and tokenize its rows."""
     tokens, losses, lengths, row_of, hashes, prompts = [], [], [], [], [], []
-    num_cut = num_skipped = num_split = num_equal = 0
-    special, end_tokens = tokenizer.special_tokens, set()
+    special, end_tokens, counts = tokenizer.special_tokens, set(), Counter()
     rows = (row for _, row in read_examples(name, tokenizer, reader, pairs))
     for chunk in _chunk(rows):
         # The backend tokenizes the texts of a call in parallel.
@@ -334,11 +317,12 @@ def _tokenize(
             if pairs and len(pieces) < before + 2:
                 del pieces[before:]
             elif pairs:
-                num_equal += np.array_equal(pieces[before][0], pieces[before + 1][0])
+                counts["equal"] += np.array_equal(pieces[before][0], pieces[before + 1][0])
             row_of += [len(hashes)] * (len(pieces) - before)
-            num_cut += is_cut
-            num_split += len(row) > 1 and not pairs
-            num_skipped += len(pieces) == before
+            counts["rows"] += 1
+            counts["cut"] += is_cut
+            counts["split"] += len(row) > 1 and not pairs
+            counts["skipped"] += len(pieces) == before
             hashes.append(_hash(repr(row)))
             prompts.append(_hash(row[0].text[: row[0].prompt or None]))
         lengths += [len(ids) for ids, _ in pieces]
@@ -350,11 +334,8 @@ def _tokenize(
         np.array(row_of, np.int64),
         np.array(hashes, np.uint64),
         np.array(prompts, np.uint64),
-        num_cut,
-        num_skipped,
-        num_split,
-        num_equal,
-        frozenset(end_tokens),
+        counts,
+        end_tokens,
     )
 
 

@@ -128,7 +128,7 @@ def test_pairs_of_texts(load):
     # A pair is left out if the prompt of one answer fills the sequence.
     rows = [{**row, "prompt": prompt} for prompt in ("a", "2 + 3 =" * 9)]
     data = load(rows, max_length=20, pairs=True)
-    assert (len(data.train), data.num_skipped, data.num_cut) == (2, 1, 1)
+    assert (len(data.train), data.counts["skipped"], data.counts["cut"]) == (2, 1, 1)
 
 
 def test_pairs_of_equal_answers_are_counted(load):
@@ -199,7 +199,7 @@ def test_long_text_is_split(load, length):
     assert train.lengths.sum() == len(train.tokens)
     assert train.tokens[train.has_loss].tolist() == ids[1:]
     assert not train.has_loss[train.offsets[:-1]].any() and train.num_losses == len(ids) - 1
-    assert (data.num_cut, data.num_skipped) == (0, 0)
+    assert (data.counts["cut"], data.counts["skipped"]) == (0, 0)
 
 
 def test_long_rows_are_cut_and_counted(load):
@@ -211,7 +211,7 @@ def test_long_rows_are_cut_and_counted(load):
     ]
     data = load(rows, max_length=12)
     assert show(data.train) == ["<s>QXQXQXQX⟦123⟧", "<s>x⟦y</s>⟧"]
-    assert (data.num_rows, data.num_cut, data.num_skipped) == (4, 3, 2)
+    assert (data.counts["rows"], data.counts["cut"], data.counts["skipped"]) == (4, 3, 2)
     with pytest.raises(DataError, match="no train row .* 4 lack a token with loss .*max_length"):
         load(rows, max_length=2)
 
@@ -522,7 +522,7 @@ def test_validation_files(load, tmp_path):
     data = load(numbered(5), validation_path=[str(second), str(third)])
     assert show(data.validation) == show_numbered(3, 9)
     assert show(data.train) == show_numbered(0, 1, 2, 4)
-    assert (data.num_rows, data.num_repeated) == (7, 1)
+    assert (data.counts["rows"], data.counts["repeated"]) == (7, 1)
     # Rows that only share a prompt stay.
     second.write_text('{"prompt": "a", "completion": "b"}')
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "c"}]
@@ -542,7 +542,7 @@ def test_several_data_sets(tmp_path):
     names = [str(tmp_path / name) for name in ("a.json", "b.jsonl")]
     data = load_rows(names, tokenizer_of(), 30, 4, weights=[0.5, 2])
     train, held_out = show(data.train), set(show(data.validation))
-    assert len(held_out) == 4 and not held_out & set(train) and data.num_rows == 20
+    assert len(held_out) == 4 and not held_out & set(train) and data.counts["rows"] == 20
     of_a, of_b = ([text for text in train if name in text] for name in ("row", "b "))
     rows_of_b = 10 - sum("b " in text for text in held_out)
     assert len(of_b) == 2 * rows_of_b == 2 * len(set(of_b))
