@@ -67,12 +67,18 @@ class GenerationOptions:
         """Find the checkpoint or adapter, and its tokenizer."""
         import datetime
 
+        from rich.console import Console
+
+        from ..train.report import print_line
         from ..train.text.model import find_model
 
         # Before JAX starts: XLA reads the variable once.
         set_pinned_limit()
         today = datetime.date.today()
-        return find_model(self.checkpoint, self.dtype, today, self.base, self.chat_template)
+        model = find_model(self.checkpoint, self.dtype, today, self.base, self.chat_template)
+        if (note := describe_base(model)) is not None:
+            print_line(Console(stderr=True), note)
+        return model
 
     def load(self, model: "TextModel") -> tuple[Any, Any, float]:
         """Load the parameters as `TextModel.load` does, with a bar on a terminal."""
@@ -110,3 +116,18 @@ class GenerationOptions:
             raise CommandError(
                 f"out of device memory. Try {remedies}{other}, or --mesh over several devices."
             ) from error
+
+
+def describe_base(model: "TextModel") -> str | None:
+    """Return how a base differs from the quantized one that its adapter was trained on."""
+    from ..train.text.base import ADAPTER_CONFIG, QUANTIZED
+    from ..train.text.files import read_json
+
+    if model.adapter is None:
+        return None
+    base = str(read_json(model.adapter / ADAPTER_CONFIG).get("base_model_name_or_path"))
+    if model.trained_on is None and not QUANTIZED.fullmatch(base):
+        return None
+    form = base if model.trained_on is None else f"the base model in {model.trained_on[0]}"
+    dtype = model.config.dtype
+    return f"{model.adapter}: trained on {form}, and added to {model.base.path} in {dtype}"

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from ..train.errors import TrainError
+from .generation import describe_base
 
 
 def merge(
@@ -26,6 +27,14 @@ def merge(
         Literal["float32", "bfloat16"] | None,
         Option(help="Dtype of the parameters. (default: the base model's)"),
     ] = None,
+    dequantized: Annotated[
+        bool,
+        Option(
+            "--dequantized",
+            help="Merge into the base model that the adapter of a run with --quantize was trained "
+            "on, quantized and dequantized. (default: the base model as it is)",
+        ),
+    ] = False,
 ) -> None:
     """Add an adapter to the weights of its base model, as a checkpoint.
 
@@ -45,8 +54,11 @@ def merge(
     model = find_model(adapter, dtype, datetime.date.today(), base)
     if model.adapter is None:
         raise TrainError(f"{adapter}: a checkpoint, not a LoRA adapter.")
+    if not dequantized and (note := describe_base(model)) is not None:
+        hint = "; --dequantized merges into what it was trained on" if model.trained_on else ""
+        print_line(Console(), f"{note}{hint}")
     try:
-        write(model, out)
+        write(model, out, dequantized)
     except OSError as error:
         raise TrainError(f"--out {out}: cannot be written ({error.strerror or error}).") from error
     print_line(Console(), f"written: {out}")

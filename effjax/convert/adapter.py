@@ -24,7 +24,7 @@ from .checkpoint import (
     read_files,
     save_arrays,
 )
-from .safetensors_file import DTYPES
+from .safetensors_file import DTYPES, read_metadata
 
 MODEL = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -44,12 +44,16 @@ INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 class AdapterOptions(NamedTuple):
-    """Options of an adapter: `dropout` is that of its training, `modules` those that it adapts."""
+    """Options of an adapter: `dropout` is that of its training, `modules` those that it adapts.
+
+    `metadata` is that of `save_adapter`.
+    """
 
     rank: int
     scale: float
     modules: list[str]
     dropout: float
+    metadata: dict[str, str]
 
 
 def load_adapter(
@@ -108,8 +112,9 @@ def read_adapter_options(
     folder = Path(folder)
     config, shapes = _read_config(folder / CONFIG), _find_shapes(folder, f"{BASE}{layers_prefix}")
     modules = sorted(name.removesuffix(A) for name in shapes if name.endswith(A))
-    dropout = config.get("lora_dropout") or 0.0
-    return AdapterOptions(config["r"], _find_scale(config), modules, dropout)
+    dropout, file = config.get("lora_dropout") or 0.0, folder / MODEL
+    metadata = read_metadata(file) if file.is_file() else {}  # otherwise there is an index
+    return AdapterOptions(config["r"], _find_scale(config), modules, dropout, metadata)
 
 
 def save_adapter(
@@ -121,6 +126,7 @@ def save_adapter(
     base_model: str | None = None,
     base_revision: str | None = None,
     copied_files: Mapping[str, Path | bytes] = {},
+    metadata: Mapping[str, str] = {},
     layers_prefix: str = LAYERS_PREFIX,
     overwrite: bool = False,
     require_finite: bool = False,
@@ -138,6 +144,7 @@ def save_adapter(
         base_model: The name or folder of the model that is adapted, for PEFT.
         base_revision: The commit of a model on the Hub.
         copied_files: Other files of the adapter, or their content, by their new names.
+        metadata: Texts for the header of `adapter_model.safetensors`, which other programs ignore.
         layers_prefix: What stands before the number of a layer in the base model.
         overwrite: Whether to replace an older adapter, as in `save_checkpoint`.
         require_finite: Whether to refuse arrays with NaN or infinity.
@@ -167,7 +174,7 @@ def save_adapter(
     files = {CONFIG: text.encode()}
     files |= read_files(copied_files)
     save_arrays(
-        Path(folder), MODEL, sources, files, 1 << 62, overwrite, require_finite, progress=None
+        Path(folder), MODEL, sources, files, 1 << 62, overwrite, require_finite, None, metadata
     )
 
 

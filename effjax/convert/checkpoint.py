@@ -585,6 +585,7 @@ def save_arrays(
     overwrite: bool,
     require_finite: bool,
     progress: Progress | None,
+    metadata: Mapping[str, str] = {},
 ) -> None:
     """Save the arrays of both dicts of sources and some small files; see `save_checkpoint`."""
     folder = Path(os.path.abspath(folder))
@@ -603,7 +604,7 @@ def save_arrays(
     # shard is sent to another process.
     partial, _ = _hidden_folders(folder)
     shards = _split(shapes, file_name, max_shard_bytes)
-    headers = {name: make_header(partial / name, shard) for name, shard in shards.items()}
+    headers = {name: make_header(partial / name, shard, metadata) for name, shard in shards.items()}
     tensors = {name: t for _, shard in headers.values() for name, t in shard.items()}
     if len(shards) > 1:
         total = sum(num_bytes(t) for t in tensors.values())

@@ -69,6 +69,15 @@ def read_header(path: Path) -> dict[str, Tensor]:
         ValueError: The file is damaged or too short.
         OSError: The file cannot be read.
     """
+    return _read_header(path)[0]
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the texts about a file in its header, by name; raise errors as `read_header`."""
+    return _read_header(path)[1]
+
+
+def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         check(path.is_file() or not path.exists(), "not a regular file")  # it could block
         with path.open("rb") as file:
@@ -78,7 +87,9 @@ def read_header(path: Path) -> dict[str, Tensor]:
             check(size <= MAX_HEADER_BYTES, f"a header of {size} bytes")
             check(8 + size <= file_bytes, f"{file_bytes} bytes, with a header of {size}")
             items = json.loads(file.read(size), object_pairs_hook=list)
-        return _parse_header(path, items, 8 + size, file_bytes)
+        tensors = _parse_header(path, items, 8 + size, file_bytes)
+        texts = dict(items).get(METADATA, ())
+        return tensors, dict(texts) if _is_object(texts) else {}
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: not a complete .safetensors file ({error!s:.200}). Copy or download it again."
@@ -192,12 +203,13 @@ def write_tensor(tensor: Tensor, part: np.ndarray, bounds: Bounds | None = None)
 
 
 def make_header(
-    path: Path, descriptions: Mapping[str, Description]
+    path: Path, descriptions: Mapping[str, Description], metadata: Mapping[str, str] = {}
 ) -> tuple[bytes, dict[str, Tensor]]:
     """Return the first bytes of a new file, before those of the tensors, and its tensors."""
     # The largest dtypes come first, so that all are aligned.
     names = sorted(descriptions, key=lambda name: -DTYPES[descriptions[name].dtype].itemsize)
-    header: dict[str, Any] = {METADATA: {"format": "pt"}}  # transformers requires it
+    # transformers requires the format.
+    header: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
     starts, end = {}, 0
     for name in names:
         dtype, shape = descriptions[name]

@@ -620,7 +620,6 @@ def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
     supported: dict[str, Any] = {
         "hidden_act": family.activation,
         "hidden_activation": family.activation,
-        "quantization_config": None,
         "use_bidirectional_attention": False,
     }
     if model_type.startswith("qwen") or model_type == "smollm3":
@@ -631,6 +630,11 @@ def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
                 f"`{name}` (={settings[name]!r:.80}) of config.json must be {value!r}; other "
                 "values are not supported."
             )
+    if (quantized := settings.get("quantization_config")) is not None:
+        raise ValueError(
+            f"`quantization_config` (={quantized!r:.80}) of config.json is not supported: weights "
+            "are read in 16 or 32 bits. Use the model in full precision."
+        )
     if "layer_types" not in family.options and SLIDING in (settings.get("layer_types") or ()):
         raise ValueError('`layer_types` of config.json must all be "full_attention".')
 

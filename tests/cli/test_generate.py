@@ -111,9 +111,49 @@ def test_runs_and_adapters(run, refused, base, tmp_path):
     assert "(='gone') must be the folder" in refused("generate", "lora", *options)
     assert run("generate", "lora", "--base", base, *options)[1] == outputs[3]
     assert "needs an adapter" in refused("generate", base, "--base", base, *options)
+    change(folder / "adapter_config.json", base_model_name_or_path="unsloth/x-bnb-4bit")
+    change(folder / "adapter_config.json", revision="unsloth")  # that of the adapter
+    for argv in ("generate", "lora", *options), ("chat", "lora"), ("merge", "lora", "--out", "m"):
+        err = refused(*argv)
+        assert "unsloth/x-bnb-4bit: quantized models are not supported" in err
+        assert "precision, probably unsloth/x. lora/adapter/adapter_config.json names it" in err
+        assert err.endswith("give another one with --base.\n")
+    code, out, err = run("generate", "lora", "--base", base, *options)
+    note = f"trained on unsloth/x-bnb-4bit, and added to {base} in float32\n"
+    assert (code, out) == (0, outputs[3]) and err == f"lora/adapter: {note}"
+    code, out, _ = run("merge", "lora", "--base", base, "--out", "m")
+    assert (code, out) == (0, f"lora/adapter: {note}written: m\n")
+    shutil.copytree(base, "bnb")
+    change(tmp_path / "bnb" / "config.json", quantization_config={"load_in_4bit": True})
+    change(folder / "adapter_config.json", base_model_name_or_path="bnb")
+    err = refused("generate", "lora", *options)
+    assert "bnb: `quantization_config` (={'load_in_4bit': True}) of config.json is not" in err
+    assert "Use the model in full precision. lora/adapter/adapter_config.json names it" in err
+    for argv in ("finetune", "bnb", "--data", "rows"), ("memory", "finetune", "bnb"):
+        assert refused(*argv).endswith("Use the model in full precision.\n")
+
     write_checkpoint("other", hidden_size=16)
     change(folder / "adapter_config.json", base_model_name_or_path="other")
     assert "does not fit its base model" in refused("generate", "lora", *options)
+
+
+def test_adapters_of_quantized_bases(run, refused, base, tmp_path):
+    shapes, _ = decoder_shapes(DecoderConfig.from_json(base))
+    count, outputs, inputs = shapes["mlp.up_proj.weight"].shape
+    sizes = {"A": (count, 2, inputs), "B": (count, outputs, 2)}
+    adapter = {f"mlp.up_proj.lora_{i}.weight": np.ones(s, np.float32) for i, s in sizes.items()}
+    for name, form in ("nf4", "nf4 bfloat16"), ("none", ""), ("other", "fp4 float32"):
+        convert.save_adapter(name, adapter, 3.0, base_model=str(base), metadata={"base_in": form})
+    note = f"nf4: trained on the base model in nf4, and added to {base} in float32"
+    code, out, err = run("merge", "nf4", "--out", "m")
+    assert (code, err) == (0, "") and note in out and "written: m" in out and "--dequantized" in out
+    code, _, err = run("generate", "nf4", "--no-chat", "--prompt", PROMPT, *GREEDY)
+    assert (code, err) == (0, f"{note}\n")
+    assert run("merge", "nf4", "--out", "d", "--dequantized") == (0, "written: d\n", "")
+    for name in "none", "other":
+        err = refused("merge", name, "--out", "n", "--dequantized")
+        assert f"--dequantized: {name} is not of a run of effjax finetune --quantize" in err
+        assert run("merge", name, "--out", f"m_{name}") == (0, f"written: m_{name}\n", "")
 
 
 @pytest.mark.parametrize(

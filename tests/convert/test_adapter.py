@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from effjax import convert
+from effjax.convert.adapter import read_adapter_options
 from tests.convert.test_checkpoint import assert_same_bits, file_of, info, random_bits, shapes_of
 
 LAYERS = {
@@ -39,6 +40,17 @@ def test_round_trip(saved, mesh8):
     loaded, _ = convert.load_adapter(saved, shapes_of(LAYERS, place))
     assert_same_bits(loaded, LAYERS)
     assert all(a.sharding == place for a in loaded.values())
+
+
+def test_metadata(saved, tmp_path):
+    """Texts for other programs are beside the format, which transformers needs."""
+    assert read_adapter_options(saved).metadata == {"format": "pt"}
+    convert.save_adapter(tmp_path / "a", LAYERS, 1.5, metadata={"base_in": "nf4 bfloat16"})
+    assert read_adapter_options(tmp_path / "a").metadata["base_in"] == "nf4 bfloat16"
+    assert_same_bits(convert.load_adapter(tmp_path / "a")[0], LAYERS)
+    safetensors = pytest.importorskip("safetensors")
+    with safetensors.safe_open(tmp_path / "a" / "adapter_model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt", "base_in": "nf4 bfloat16"}
 
 
 def test_layout(saved):

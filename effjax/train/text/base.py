@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 # What is downloaded of a repository. `*` also matches folders, such as those of other formats.
 WEIGHT_FILES = "model.safetensors", "model-*.safetensors", "model.safetensors.index.json"
 ADAPTER_FILES = ADAPTER_CONFIG, "adapter_model.safetensors"
+# Names of models that bitsandbytes or Unsloth have quantized begin with those of the models.
+QUANTIZED = re.compile(r"(.+?)[-_](unsloth[-_])?(bnb[-_])?[48]bit", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,8 +221,12 @@ def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> B
         complete_replacement(folder)
     repository = parse_name(path)
     if repository is not None:
-        others = () if allow_file else (*TOKENIZER_FILES, *WEIGHT_FILES)
-        folder, repository = download(repository, ("config.json", *others))
+        if found := QUANTIZED.fullmatch(repository.name):
+            raise DataError(
+                f"{repository.name}: quantized models are not supported. Use the one in full "
+                f"precision, probably {found[1]}."
+            )
+        folder, repository = download(repository, ("config.json",))
     if not folder.exists():
         raise DataError(
             f"{path}: not found. Give the folder of a checkpoint with config.json, tokenizer.json "
@@ -243,4 +250,6 @@ def find_base(path: str, param_dtype: str | None, allow_file: bool = False) -> B
         message = str(error)  # names the file only if it is not JSON
         prefix = "" if message.startswith(str(folder)) else f"{path}: "
         raise DataError(f"{prefix}{message}") from error
+    if repository is not None and not allow_file:  # gigabytes, of a network that is supported
+        folder, repository = download(repository, ("config.json", *TOKENIZER_FILES, *WEIGHT_FILES))
     return Base(folder, dataclasses.replace(model, dtype=param_dtype or model.dtype), repository)

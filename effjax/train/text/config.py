@@ -39,6 +39,7 @@ Memory = Literal["device", "host"]
 Policy = Literal["recompute", "dots", "everything"]
 ParamDtype = Literal["bfloat16", "bfloat16-24", "float32"]
 Quantize = Literal["nf4", "int8"]
+TRAINED_ON = "base_in"  # in the file of an adapter, of a quantized base: such as "nf4 bfloat16"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Merging of a LoRA adapter into the weights of its base model."""
 
-import functools
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,30 +8,50 @@ import jax
 import jax.numpy as jnp
 
 from ...convert import save_checkpoint
+from ...ops.quantize import Format, dequantize, quantize
+from ..errors import TrainError
 from .base import GENERATION_CONFIG, eos_tokens
 from .chat import CHAT_TEMPLATE
 from .files import read_json
 from .model import TextModel
 
 
-def merge(model: TextModel, folder: Path) -> None:
+def merge(model: TextModel, folder: Path, dequantized: bool = False) -> None:
     """Write the checkpoint of a model with its adapter added to the weights, as W + scale · B A.
 
-    Each product is added in float32 and rounded to the dtype of the parameters once.
+    Each sum is computed in float32 and rounded to the dtype of the parameters once.
 
     Args:
         model: A model with an adapter, from `find_model`.
         folder: Where to write; must not exist or be empty.
+        dequantized: Whether W is what the adapter was trained on, quantized and dequantized.
 
     Raises:
         DataError: The files cannot be read, or do not belong to each other.
+        TrainError: `dequantized`, for an adapter that was not trained on a quantized base.
         OSError: The folder cannot be written.
     """
+    config, form, trained_on = model.config, None, model.trained_on
+    if dequantized:
+        if trained_on is None:
+            raise TrainError(
+                f"--dequantized: {model.adapter} is not of a run of effjax finetune --quantize. "
+                "Leave it out, or give the adapter that the run has written."
+            )
+        # The run has read all weights in this dtype, and quantized those of linear layers.
+        form, dtype = trained_on
+        base = dataclasses.replace(model.base, model=dataclasses.replace(config, dtype=dtype))
+        model = dataclasses.replace(model, base=base)
     layers, others, scale = model.load("device")
-    for name in [name for name in layers if name.endswith(".lora_A.weight")]:
-        module = name.removesuffix(".lora_A.weight")
-        a, b = layers.pop(name), layers.pop(f"{module}.lora_B.weight")
-        layers[f"{module}.weight"] = _add_product(layers[f"{module}.weight"], a, b, scale)
+    adapters = {name: layers.pop(name) for name in [*layers] if ".lora_" in name}
+    donated = 0 if config.dtype == model.config.dtype else ()
+    add = jax.jit(_add_product, static_argnums=(4, 5), donate_argnums=donated)
+    for name, weight in layers.items():
+        module = name.removesuffix(".weight")
+        a, b = (adapters.get(f"{module}.lora_{i}.weight") for i in "AB")
+        is_quantized = name.endswith("_proj.weight")
+        layers[name] = add(weight, a, b, scale, config.dtype, form if is_quantized else None)
+    others = {name: a.astype(config.dtype) for name, a in others.items()}
     files: dict[str, Any] = {file.name: file for file in model.base.tokenizer_files}
     stops = model.tokenizer.template_ends
     # The adapter was trained with this template, and on answers with these ends.
@@ -41,16 +61,21 @@ def merge(model: TextModel, folder: Path) -> None:
         if (file := model.adapter / GENERATION_CONFIG).is_file():
             stops |= {*eos_tokens(read_json(file))}
     files |= model.base.generation_files(stops)
-    save_checkpoint(folder, layers, others, model.config.to_json(), copied_files=files)
+    save_checkpoint(folder, layers, others, config.to_json(), copied_files=files)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _add_product(weight: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+def _add_product(
+    weight: jax.Array, a: Any, b: Any, scale: float, dtype: str, form: Format | None
+) -> jax.Array:
     # One layer at a time: a product in float32 is as large as the layer.
-    def add(_: None, arrays: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+    def add(_: None, arrays: tuple[jax.Array, Any, Any]) -> tuple[None, jax.Array]:
         weight, a, b = arrays
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        product = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
-        return None, (weight.astype(jnp.float32) + scale * product).astype(weight.dtype)
+        if form is not None:
+            weight = dequantize(quantize(weight, form), weight.shape[-1], jnp.float32)
+        total = weight.astype(jnp.float32)
+        if a is not None:
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+            total += scale * jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
+        return None, total.astype(dtype)
 
     return jax.lax.scan(add, None, (weight, a, b))[1]

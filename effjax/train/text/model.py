@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -10,15 +11,16 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from ...convert import load_adapter
+from ...convert.adapter import load_adapter, read_adapter_options
 from ...convert.checkpoint import complete_replacement
 from ...models import DecoderConfig, decoder_shapes
+from ...ops.quantize import FORMATS, Format
 from ..errors import DataError, TrainError
 from ..mesh import AXIS, FSDP, make_mesh, param_shardings, put, with_shardings
 from ..run_directory import RunDirectory
 from .base import ADAPTER, ADAPTER_CONFIG, ADAPTER_FILES, MODEL, Base, convert_errors, find_base
 from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
-from .config import FinetuneConfig
+from .config import TRAINED_ON, FinetuneConfig
 from .files import read_json
 from .hub import download, parse_name
 
@@ -41,6 +43,15 @@ class TextModel:
     def config(self) -> DecoderConfig:
         """The configuration of the decoder."""
         return self.base.model
+
+    @functools.cached_property
+    def trained_on(self) -> tuple[Format, str] | None:
+        """How the run of the adapter has quantized the base, and from which dtype; or None."""
+        if self.adapter is None:
+            return None
+        metadata = convert_errors(self.adapter, read_adapter_options).metadata
+        form, _, dtype = str(metadata.get(TRAINED_ON, "")).partition(" ")
+        return (form, dtype) if form in FORMATS else None
 
     def load(
         self,
@@ -137,7 +148,13 @@ def find_model(
         )
     if base_name is not None and adapter is None:
         raise TrainError(f"--base {base_name} needs an adapter, and {name} is none.")
-    base = find_base(checkpoint, dtype)
+    try:
+        base = find_base(checkpoint, dtype)
+    except DataError as error:
+        if adapter is None or base_name is not None:
+            raise
+        file = adapter / ADAPTER_CONFIG
+        raise DataError(f"{error} {file} names it; give another one with --base.") from error
     template = None if chat_template is None else Path(chat_template)
     if template is None and adapter is not None and (adapter / CHAT_TEMPLATE).is_file():
         template = adapter / CHAT_TEMPLATE

@@ -23,7 +23,7 @@ from ..run_directory import RunDirectory
 from ..task import SAMPLES, Metrics, Part, Record, Task, TrainStep
 from .base import ADAPTER, MODEL, Base, find_base, load_adapters
 from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
-from .config import FinetuneConfig
+from .config import TRAINED_ON, FinetuneConfig
 from .learner import (
     LORA_A,
     LORA_B,
@@ -346,10 +346,12 @@ class TextTask(Task[TextResult]):
                 return
             adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
             name, revision = base.repository or (str(base.folder), None)
+            form = self.config.quantize
+            metadata = {TRAINED_ON: f"{form} {self.config.stored_dtype}"} if form else {}
             save_adapter(
                 folder, adapters, self.config.lora_scale,
                 dropout=self.config.lora_dropout or 0.0, base_model=name, base_revision=revision,
-                copied_files=files, **options,
+                copied_files=files, metadata=metadata, **options,
             )  # fmt: skip
         except ValueError as error:
             raise TrainError(

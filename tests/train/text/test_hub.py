@@ -1,6 +1,7 @@
 """Models by their names on the Hub, from a local server."""
 
 import datetime
+import json
 import shutil
 
 import pytest
@@ -42,6 +43,21 @@ def test_trains_and_generates_from_the_hub(server, base, monkeypatch):
     assert str(model.base.repository) == f"{NAME}@{COMMIT}" and model.adapter is None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_base(f"{NAME}@{COMMIT}", None).folder == find_base(NAME, None).folder
+
+
+def test_quantized_models_are_not_downloaded(server, base, tmp_path):
+    awq = shutil.copytree(base, tmp_path / "awq")
+    config = json.loads((awq / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "awq"}}
+    (awq / "config.json").write_text(json.dumps(config))
+    server.repositories += (("model", "effjax-tests/tiny-AWQ", awq),)
+    with pytest.raises(DataError, match="tiny-AWQ: `quantization_config` .*in full precision"):
+        find_base("effjax-tests/tiny-AWQ", None)
+    assert server.downloaded == ["config.json"]
+    for end in "-unsloth-bnb-4bit", "-bnb-4bit", "-4bit", "_BNB_8bit@main":
+        with pytest.raises(DataError, match=f"probably {NAME}.$"):
+            find_base(f"{NAME}{end}", None, allow_file=True)
+    assert server.downloaded == ["config.json"]
 
 
 def test_a_folder_has_precedence(server, base, tmp_path):

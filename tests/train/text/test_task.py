@@ -12,6 +12,7 @@ import pytest
 from effjax import convert
 from effjax.convert import load_adapter, load_checkpoint, save_adapter
 from effjax.models import DecoderConfig, decoder_shapes, generate
+from effjax.ops.quantize import dequantize, quantize
 from effjax.train.checkpoint import Checkpoints
 from effjax.train.errors import DataError, PreemptionError, TrainError
 from effjax.train.loop import fit
@@ -250,6 +251,38 @@ def test_a_prompt_that_spells_bos_has_one(base, tmp_path):
     (rows := tmp_path / "rows.jsonl").write_text('{"text": "<s>1 + 2?"}')
     data = load_rows(rows, model.tokenizer, 64, 0).train
     assert data.tokens.tolist() == [*ids, *model.tokenizer.end]
+
+
+@vary("form", ["nf4", "int8"])
+def test_merges_into_the_quantized_base(base, tmp_path, form):
+    """The merged model has the loss of the run, whatever the dtype of the base."""
+    options = dict(lora=2, quantize=form, lora_targets="q_proj", steps=2, learning_rate=0.1)
+    task = finetune_task(base, **options, param_dtype="bfloat16")
+    run = new_run(tmp_path / "run", task)
+    loss = fit(task, run).validation_loss
+    shutil.copytree(run.path / "adapter", tmp_path / "copy")  # knows its base without the run
+    model = find_model(tmp_path / "copy", "float32", TODAY)
+    assert model.trained_on == (form, "bfloat16")
+    merge(model, tmp_path / "as_is")
+    merge(model, tmp_path / "merged", dequantized=True)
+
+    rows = str(base / "rows.jsonl")
+    merged, as_is = (finetune_task(tmp_path / name, data=rows) for name in ("merged", "as_is"))
+    state = merged.initial_state()
+    losses = [t.make_eval()(t.initial_state(), "validation")["loss"] for t in (merged, as_is)]
+    assert losses[0] == pytest.approx(loss, rel=1e-5) != pytest.approx(losses[1], rel=1e-5)
+    adapters, scale = load_adapter(tmp_path / "copy")
+    trained = decoder_shapes(dataclasses.replace(model.config, dtype="bfloat16"))
+    layers, others = load_checkpoint(base, *trained)
+    for name, a in layers.items():
+        if name.endswith("_proj.weight"):
+            a = dequantize(quantize(a, form), a.shape[-1], np.float32)
+        if name == "self_attn.q_proj.weight":
+            a_b = (adapters[f"self_attn.q_proj.lora_{i}.weight"] for i in "BA")
+            a += scale * np.matmul(*map(np.asarray, a_b))
+        expected = np.asarray(a, np.float32)
+        np.testing.assert_allclose(state.model.layers[name], expected, rtol=1e-6, atol=1e-7)
+    assert_equal(state.model.others, jax.tree.map(lambda a: a.astype(np.float32), others))
 
 
 def test_length_of_a_run(base):
