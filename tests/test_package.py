@@ -50,7 +50,7 @@ RULES = {
         f"{FLAX} optax rich sklearn PIL",
     ),
     "train.text": (
-        "_extras _files _version train models convert ops",
+        "_extras _version train models convert ops",
         "jax numpy optax rich tokenizers transformers jinja2 huggingface_hub datasets",
     ),
     "cli": (

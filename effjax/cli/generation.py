@@ -121,7 +121,7 @@ class GenerationOptions:
 def describe_base(model: "TextModel") -> str | None:
     """Return how a base differs from the quantized one that its adapter was trained on."""
     from ..train.text.base import ADAPTER_CONFIG, QUANTIZED
-    from ..train.text.files import read_json
+    from ..train.files import read_json
 
     if model.adapter is None:
         return None

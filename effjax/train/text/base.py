@@ -17,8 +17,8 @@ from ...convert.adapter import AdapterOptions, load_adapter, read_adapter_option
 from ...convert.checkpoint import IGNORED, check_checkpoint, complete_replacement, differ
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
+from ..files import read_json
 from ..run_directory import RunDirectory
-from .files import read_json
 from .hub import Repository, download, parse_name
 
 GENERATION_CONFIG = "generation_config.json"

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..._extras import install_command
 from ..errors import DataError, check_regular, counted, quoted
-from .files import read_json, read_text
+from ..files import read_json, read_text
 
 Spans = tuple[tuple[int, int], ...]  # of characters: first, last + 1
 Message = Mapping[str, Any]

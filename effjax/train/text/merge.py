@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from ...convert import save_checkpoint
 from ...ops.quantize import Format, dequantize, quantize
 from ..errors import TrainError
+from ..files import read_json
 from .base import GENERATION_CONFIG, eos_tokens
 from .chat import CHAT_TEMPLATE
-from .files import read_json
 from .model import TextModel
 
 

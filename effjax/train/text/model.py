@@ -16,12 +16,12 @@ from ...convert.checkpoint import complete_replacement
 from ...models import DecoderConfig, decoder_shapes
 from ...ops.quantize import FORMATS, Format
 from ..errors import DataError, TrainError
+from ..files import read_json
 from ..mesh import AXIS, FSDP, make_mesh, param_shardings, put, with_shardings
 from ..run_directory import RunDirectory
 from .base import ADAPTER, ADAPTER_CONFIG, ADAPTER_FILES, MODEL, Base, convert_errors, find_base
 from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from .config import TRAINED_ON, FinetuneConfig
-from .files import read_json
 from .hub import download, parse_name
 
 

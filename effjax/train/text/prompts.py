@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import DataError, TrainError, quoted
+from ..files import read_json, read_text
 from .base import GENERATION_CONFIG, eos_tokens
-from .files import read_json, read_text
 from .forms import Conversation, RowReader
 from .model import TextModel
 from .sources import read_rows

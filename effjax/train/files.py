@@ -1,10 +1,10 @@
-"""Readers of the small files of a checkpoint and of prompts."""
+"""Readers of small files."""
 
 from pathlib import Path
 from typing import Any
 
-from ..._files import parse_object
-from ..errors import DataError, check_regular, quoted, unreadable
+from .._files import parse_object
+from .errors import DataError, check_regular, quoted, unreadable
 
 
 def read_text(file: Path) -> str:
