@@ -120,8 +120,8 @@ class GenerationOptions:
 
 def describe_base(model: "TextModel") -> str | None:
     """Return how a base differs from the quantized one that its adapter was trained on."""
-    from ..train.text.base import ADAPTER_CONFIG, QUANTIZED
     from ..train.files import read_json
+    from ..train.text.base import ADAPTER_CONFIG, QUANTIZED
 
     if model.adapter is None:
         return None

@@ -56,6 +56,10 @@ def change(file, **settings):
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
+def read_rows(file):
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+
+
 def test_greedy_completions_of_prompts(run, base):
     completion = text_of(base, greedy_tokens(base, PROMPT))
     ran = run("generate", base, "--no-chat", "--prompt", PROMPT, *GREEDY)
@@ -250,29 +254,130 @@ def test_prompts_of_a_file(run, base, tmp_path):
     assert out == f"> {PROMPT}\n{completion[: completion.index(stop)]}\n" * 2
 
 
-def test_wrong_files_of_prompts(refused, base, tmp_path):
+def test_lines_of_a_file(run, base, tmp_path):
+    r"""A line ends at \n or \r\n, keeps its spaces, and is a prompt if it has a character."""
+    lines = "\ufeff", " a ", "", " ", "b\x0bc\x0c\x1c\x1d\x1e\x85\u2028\u2029\rd", "\te\r"
+    (tmp_path / "lines.txt").write_bytes("\r\n".join(lines[:3]).encode())
+    with (tmp_path / "lines.txt").open("ab") as file:
+        file.write("\n".join(("", *lines[3:])).encode())
+    options = "--prompts", "lines.txt", "--out", "out.jsonl", "--max-tokens", "1", "--no-chat"
+    assert run("generate", base, *options)[0] == 0
+    assert [row["prompt"] for row in read_rows(tmp_path / "out.jsonl")] == [*lines[1:2], *lines[3:]]
+
+
+def test_each_prompt_has_its_own_limit(run, base, tmp_path):
+    """That of the positions, 64, which a long neighbor does not change."""
+    for name, prompts in ("one", ["x"]), ("two", ["x", "x" * 60]):
+        (tmp_path / f"{name}.txt").write_text("\n".join(prompts))
+        options = "--prompts", f"{name}.txt", "--out", f"{name}.jsonl", "--max-tokens", "40"
+        assert run("generate", base, *options, "--no-chat", "--temperature", "0")[0] == 0
+    (alone,), (same, last) = (read_rows(tmp_path / f"{name}.jsonl") for name in ("one", "two"))
+    assert alone == same and len(last["generated"]) < len(alone["generated"])
+    prompt = load_tokenizer(base, TODAY).backend.encode("x" * 60).ids
+    assert len(prompt) == 60
+    config = DecoderConfig.from_json(base)
+    params = convert.load_checkpoint(base, *decoder_shapes(config))
+    for text, count in (alone, 40), (last, 4):
+        ids = load_tokenizer(base, TODAY).backend.encode(text["prompt"]).ids
+        done = generate(config, *params, np.array([ids]), max_new_tokens=count, stop_tokens=[1])
+        tokens = np.asarray(done.tokens[0])[: done.lengths[0]]
+        pieces = decode(load_tokenizer(base, TODAY), tokens.tolist(), (), ids)
+        assert text["generated"] == "".join(pieces)
+
+
+def test_prompts_that_are_left_out(run, base, tmp_path):
+    """They are named, the others have the same texts as without them, and the exit code is 1."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    system = {"role": "system", "content": "x"}
+    good = json.dumps({"prompt": PROMPT})
+    wrong = [
+        ('{"text": "a"}', "must have one of `prompt` and `messages`"),
+        (json.dumps({"messages": turns}), "`messages` must end before a turn of the"),
+        (json.dumps({"messages": [system, turns[0]]}), "has a message of its own"),
+        ('{"prompt": 1}', "`prompt` must be a string or a list, not a number"),
+        ('{"prompt": "a", "generated": "b"}', "has `generated`, the field that --out adds"),
+        ('{"prompt": "\\ud800"}', "contains half of a surrogate pair"),
+        ('{"prompt": ', "is not JSON"),
+        ("7", "must be a JSON object, not a number"),
+        ('{"prompt": "\xff"}', "is not UTF-8"),
+        (json.dumps({"prompt": "x" * 99}), "The prompt is too long: it has"),
+        ('{"prompt": [{"role": "user", "content": "a", "x": 1}, {"role": 3}]}', "message 2 must"),
+    ]
+    lines = [good, *(line for line, _ in wrong), good]
+    (tmp_path / "mixed.jsonl").write_bytes("\n".join(lines).encode("latin1"))
+    options = "--system", "x", "--temperature", "3", "--max-tokens", "5"
+    code, out, err = run(
+        "generate", base, "--prompts", "mixed.jsonl", "--out", "out.jsonl", *options
+    )
+    assert (code, out) == (1, "written: out.jsonl\n")
+    errors = err.splitlines()
+    assert errors.pop() == f"effjax: {len(wrong)} of {len(lines)} prompts left out."
+    errors = [error for error in errors if not error.startswith("unused fields")]
+    for number, (error, (_, message)) in enumerate(zip(errors, wrong, strict=True), 2):
+        assert error.startswith(f"effjax: mixed.jsonl: line {number}: ") and message in error
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert [row["prompt"] for row in rows] == [PROMPT] * 2
+
+    same = [good] * len(lines)
+    (tmp_path / "good.jsonl").write_text("\n".join(same))
+    run("generate", base, "--prompts", "good.jsonl", "--out", "good.out.jsonl", *options)
+    assert read_rows(tmp_path / "good.out.jsonl")[:: len(lines) - 1] == rows
+    assert rows[0] != rows[1]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns[:1]}))
+    code, _, err = run("generate", base, "--prompts", "chat.jsonl", "--no-chat")
+    assert code == 1 and "chat.jsonl: line 1: A list of messages needs a chat template" in err
+    assert run("generate", base, "--prompts", "mixed.jsonl", *options)[1].startswith(
+        f"> {PROMPT}\n"
+    )
+
+
+def test_a_file_without_a_prompt_that_can_be_completed(run, base, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff\n" + b"x" * 999)
+    assert run("generate", base, "--prompts", "a.txt", "--out", "new.jsonl") == (
+        1, "", "effjax: a.txt: line 1: is not UTF-8 (invalid start byte)\n"
+        "effjax: a.txt: line 2: The prompt is too long: it has 1011 tokens, and the model 64 "
+        "positions. Shorten it.\neffjax: 2 of 2 prompts left out.\n",
+    )  # fmt: skip
+    assert not [*tmp_path.glob("new*")]
+
+
+def test_wrong_files_of_prompts(refused, base, tmp_path):
     for name, content, message in (
-        ("a.jsonl", '{"text": "a"}', "a.jsonl: line 1: must have one of `prompt` and `messages`"),
-        ("b.jsonl", json.dumps({"messages": turns}), "must end before a turn of the"),
-        ("c.jsonl", '{"prompt": 1}', "`prompt` must be a string or a list, not a number"),
-        ("d.jsonl", '{"prompt": "a", "generated": "b"}', "must not have the field `generated`"),
-        ("e.txt", " \n", "e.txt: contains no prompt"),
+        ("a.jsonl", "\n", "a.jsonl: contains no prompt"),
+        ("b.jsonl", '[{"prompt": "a"}', "b.jsonl: the array: is not JSON"),
+        ("e.txt", "\n", "e.txt: contains no prompt"),
         ("f.csv", "a", "f.csv: must be a file of prompts, .txt or .jsonl"),
     ):
         (tmp_path / name).write_text(content)
         assert message in refused("generate", base, "--prompts", name, "--out", "new.jsonl")
+    assert "gone.txt: cannot be read" in refused("generate", base, "--prompts", "gone.txt")
     assert "checkpoint" in refused("generate", "--prompt", "a")
-    system = {"role": "system", "content": "x"}
-    (tmp_path / "g.jsonl").write_text(json.dumps({"messages": [system, turns[0]]}))
+    (tmp_path / "new.jsonl.part").touch()
     for argv, message in (
         (["--prompts", "e.txt", "--prompt", "a"], "Give prompts with --prompt, or"),
-        (["--prompt", "a", "--out", "e.txt"], "e.txt: exists. Give another file."),
-        (["--prompts", "g.jsonl", "--no-chat"], "A list of messages needs a chat template"),
-        (["--prompts", "g.jsonl", "--system", "a"], "has a message of its own"),
+        (["--prompt", "a", "--out", "e.txt"], "e.txt exists. Give another file."),
+        (["--prompt", "a", "--out", "new.jsonl"], "new.jsonl.part exists. Give another file."),
     ):
         assert message in refused("generate", base, *argv)
-    assert not (tmp_path / "new.jsonl").exists()
+
+
+def test_an_interrupted_file_has_another_name(run, base, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a\nb\nc\n")
+    dumps, calls = json.dumps, []
+
+    def interrupt(row, **options):
+        if "generated" in row:
+            calls.append(row)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return dumps(row, **options)
+
+    monkeypatch.setattr("effjax.cli.generate.json.dumps", interrupt)
+    options = "--prompts", "a.txt", "--out", "out.jsonl", "--max-tokens", "2"
+    message = "effjax: interrupted. out.jsonl.part has what was generated.\n"
+    assert run("generate", base, *options)[::2] == (130, message)
+    assert not (tmp_path / "out.jsonl").exists()
+    assert [row["prompt"] for row in read_rows(tmp_path / "out.jsonl.part")] == ["a", "b"]
 
 
 @vary("params_in", ["device", "host"])
@@ -297,10 +402,10 @@ def test_settings_of_the_files(base):
     ids = [model.tokenizer.backend.token_to_id(name) for name in ("</s>", "<|im_end|>")]
     assert encode(model, PROMPT, None, chat=False)[1] == {5, 7, 9, ids[0]}
     assert encode(model, PROMPT, None, chat=True)[1] == {5, 7, 9, *ids}
-    assert count_new_tokens(model, [[1] * 60, [1]], 100) == 4
-    assert count_new_tokens(model, [[1] * 60, [1]], 3) == 3
+    assert count_new_tokens(model, [1] * 60, 100) == 4
+    assert count_new_tokens(model, [1] * 60, 3) == 3
     change(base / "config.json", max_position_embeddings=None)
-    assert count_new_tokens(find_model(base, None, TODAY), [[1] * 60], 100) == 100
+    assert count_new_tokens(find_model(base, None, TODAY), [1] * 60, 100) == 100
     assert model.config.dtype == "float32"
     layers, others, scale = find_model(base, "bfloat16", TODAY).load("device")
     assert {str(a.dtype) for a in jax.tree.leaves((layers, others))} == {"bfloat16"} and scale == 1

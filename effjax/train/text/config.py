@@ -288,8 +288,8 @@ class FinetuneConfig(RunConfig):
     )
     sample_prompts: str | None = option(
         None,
-        help="A file with a prompt in each line. At each validation, the texts that the model "
-        "generates for them are printed, and written into metrics.jsonl.",
+        help="A file with a prompt in each line, spaces included. At each validation, the texts "
+        "that the model generates for them are printed, and written into metrics.jsonl.",
     )
     sample_tokens: int | None = option(
         None,

@@ -21,13 +21,13 @@ def count_positions(model: TextModel) -> int | None:
     return positions if type(positions) is int else None
 
 
-def count_new_tokens(model: TextModel, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """Return `max_tokens`, limited by the positions of the model that the prompts leave.
+def count_new_tokens(model: TextModel, prompt: Sequence[int], max_tokens: int) -> int:
+    """Return `max_tokens`, limited by the positions of the model that a prompt leaves.
 
     Raises:
-        TrainError: A prompt is too long.
+        TrainError: The prompt is too long.
     """
-    size, positions = max(map(len, prompts)), count_positions(model)
+    size, positions = len(prompt), count_positions(model)
     if positions is None:
         return max_tokens
     if size >= positions:

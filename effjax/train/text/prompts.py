@@ -1,16 +1,20 @@
 """Prompts: their files, and their tokens."""
 
+import codecs
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import DataError, TrainError, quoted
-from ..files import read_json, read_text
+from ..errors import DataError, TrainError, check_regular, quoted, unreadable
+from ..files import read_json
 from .base import GENERATION_CONFIG, eos_tokens
 from .forms import Conversation, RowReader
+from .generate import count_new_tokens
 from .model import TextModel
-from .sources import read_rows
+from .sources import read_json_rows
 
 SUFFIXES = ".txt", ".jsonl"
+LINE_END = re.compile(rb"\r?\n")  # `str.splitlines` has others, which texts may contain
 
 
 class Prompt(NamedTuple):
@@ -19,10 +23,12 @@ class Prompt(NamedTuple):
     Attributes:
         content: The text to continue or to answer, or a conversation to answer.
         row: The row of the file; of a line of text, `{"prompt": line}`.
+        place: The file and the line; empty for one of the command line.
     """
 
     content: str | Conversation
     row: dict[str, Any]
+    place: str = ""
 
     @property
     def title(self) -> str:
@@ -32,39 +38,88 @@ class Prompt(NamedTuple):
         return self.content.messages[-1].get("content") or ""
 
 
-def read_prompt_file(file: Path) -> tuple[list[Prompt], list[str]]:
-    """Return the prompts of a file, and notes on how fields were read.
+class Encoded(NamedTuple):
+    """The tokens of a prompt, those that end its completion, and the largest number of new ones."""
+
+    tokens: list[int]
+    stop_tokens: set[int]
+    max_tokens: int
+
+
+def read_prompt_file(file: Path) -> tuple[list[Prompt | DataError], list[str]]:
+    """Return the prompts of a file or their errors, and notes on how fields were read.
 
     Args:
-        file: A .txt file with a prompt in each line, or a .jsonl file whose rows have a `prompt`, a
-            text or a list of messages, or `messages`.
+        file: A .txt file for `read_lines`, or a .jsonl file whose rows have a `prompt`, a text or a
+            list of messages, or `messages`.
 
     Raises:
-        DataError: The file cannot be read, has another suffix or no prompt, or a row is malformed.
+        DataError: The file cannot be read, has another suffix, or no prompt.
     """
     suffix = file.suffix.lower()
     if suffix not in SUFFIXES:
         raise DataError(f"{file}: must be a file of prompts, .txt or .jsonl.")
     if suffix == ".txt":
-        lines = read_lines(file)
-        if not lines:
-            raise DataError(f"{file}: contains no prompt. Write one into each line.")
-        return [Prompt(line, {"prompt": line}) for line in lines], []
+        return read_lines(file), []
     reader, prompts = RowReader({}), []
-    for row in read_rows(str(file)):
+    for row in read_json_rows(file):
+        if isinstance(row, DataError):
+            prompts.append(row)
+            continue
+        place = f"{file}: {row.place}"
         try:
-            prompts.append(Prompt(reader.read_prompt(row.content), row.content))
+            prompts.append(Prompt(reader.read_prompt(row.content), row.content, place))
         except DataError as error:
-            raise DataError(f"{file}: {row.place}: {error}") from error
+            prompts.append(DataError(f"{place}: {error}"))
+    if not prompts:
+        raise DataError(f"{file}: contains no prompt.")
     notes = [*reader.recognized]
     if reader.unused:
         notes.append(f"unused fields: {quoted(', '.join(reader.unused))}")
     return prompts, notes
 
 
-def read_lines(file: Path) -> list[str]:
-    """Return the lines of a text file that are not empty; raise DataError if it is unreadable."""
-    return [line for line in map(str.strip, read_text(file).splitlines()) if line]
+def read_lines(file: Path) -> list[Prompt | DataError]:
+    """Return the lines of a text file, as they are, as prompts; those without a character are none.
+
+    Raises:
+        DataError: The file cannot be read, or has no prompt.
+    """
+    check_regular(file)
+    try:
+        content = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise unreadable(file, error) from error
+    prompts = []
+    for number, line in enumerate(LINE_END.split(content), 1):
+        place = f"{file}: line {number}"
+        try:
+            if text := line.decode():
+                prompts.append(Prompt(text, {"prompt": text}, place))
+        except UnicodeDecodeError as error:
+            prompts.append(DataError(f"{place}: is not UTF-8 ({error.reason})"))
+    if not prompts:
+        raise DataError(f"{file}: contains no prompt. Write one into each line.")
+    return prompts
+
+
+def encode_prompt(
+    model: TextModel, prompt: Prompt | DataError, system: str | None, chat: bool, max_tokens: int
+) -> Encoded:
+    """Return the tokens of a prompt, and how many the positions of the model leave of `max_tokens`.
+
+    Raises:
+        TrainError: As `encode`, with the place of the prompt; or the prompt is too long.
+    """
+    if isinstance(prompt, DataError):
+        raise prompt
+    try:
+        tokens, stop_tokens = encode(model, prompt.content, system, chat)
+        return Encoded(tokens, stop_tokens, count_new_tokens(model, tokens, max_tokens))
+    except TrainError as error:
+        if not prompt.place:
+            raise
+        raise DataError(f"{prompt.place}: {error}") from error
 
 
 def encode(

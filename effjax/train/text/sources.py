@@ -47,14 +47,21 @@ def read_rows(name: str, prompt: str = "prompt") -> Iterator[Row]:
     elif path.suffix.lower() in TABLES:
         rows = _read_table(path, prompt)
     else:
-        rows = _read_json(path)
+        rows = read_json_rows(path)
     for count, row in enumerate(rows, 1):  # noqa: B007
+        if isinstance(row, DataError):
+            raise row
         yield row
     if not count:
         raise DataError(f"{name}: contains no row.")
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def read_json_rows(path: Path) -> Iterator[Row | DataError]:
+    """Yield the rows of a file of JSON, and the error of each line that is not one.
+
+    Raises:
+        DataError: The file cannot be read, or its JSON array.
+    """
     check_regular(path)
     try:
         with path.open("rb") as file:
@@ -66,7 +73,11 @@ def _read_json(path: Path) -> Iterator[Row]:
             for number, line in enumerate(file, 1):
                 text = line.removeprefix(b"\xef\xbb\xbf")
                 if text.strip():
-                    yield _as_row(path, f"line {number}", _parse(path, f"line {number}", text))
+                    try:
+                        row = _as_row(path, f"line {number}", _parse(path, f"line {number}", text))
+                    except DataError as error:
+                        row = error
+                    yield row
     except OSError as error:
         raise unreadable(path, error) from error
 

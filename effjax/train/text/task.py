@@ -133,11 +133,7 @@ def find_tokenizer(config: FinetuneConfig) -> tuple[FinetuneConfig, Base, Tokeni
 
 
 def _read_rows(config: FinetuneConfig) -> tuple[FinetuneConfig, PackedRows, Base, Tokenizer]:
-    """Return the options with what the data determine, the rows, the checkpoint and its tokenizer.
-
-    Raises:
-        DataError, TrainError: as for `prepare`.
-    """
+    """Return the options that the data determine, too, the rows, the checkpoint and tokenizer."""
     config, base, tokenizer = find_tokenizer(config)
     assert config.data is not None
     source = load_rows(

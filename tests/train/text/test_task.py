@@ -159,9 +159,33 @@ def test_samples(base, tmp_path, form):
     ids = np.asarray(tokens)[0, : lengths[0]].tolist()
     text = "".join(decode(model.tokenizer, ids, before=prompt))
     assert last[0]["text"] == printable_lines(text)
-    prompts.write_text("\n")
-    with pytest.raises(DataError, match="must have 1 to 100 prompts"):
-        finetune_task(base, **options)
+    for text, message in (
+        ("\n", "contains no prompt"),
+        ("a\n" * 101, "must have at most 100 prompts"),
+    ):
+        prompts.write_text(text)
+        with pytest.raises(DataError, match=message):
+            finetune_task(base, **options)
+
+
+def test_samples_have_their_own_limits(tmp_path):
+    """That of the positions, which a long neighbor does not change; lines keep their spaces."""
+    base = write_base(tmp_path / "base", max_position_embeddings=64, initializer_range=1.0)
+    long, found = "x" * 38, []
+    for lines in [" a "], [" a ", long], [long]:
+        (tmp_path / "prompts.txt").write_text("\n".join(lines))
+        prompts = str(tmp_path / "prompts.txt")
+        task = finetune_task(base, sample_prompts=prompts, sample_tokens=30)
+        assert task.samples is not None
+        found.append(task.samples.make(task.learner)(task.initial_state()))
+    short, both, alone = found
+    assert both == [*short, *alone] and both[0]["prompt"] == " a "
+    (encoded,) = task.samples.prompts
+    assert 0 < encoded.max_tokens == 64 - len(encoded.tokens) < 20
+    assert len(alone[0]["text"]) < len(short[0]["text"])
+    (tmp_path / "prompts.txt").write_text("a\n" + "b" * 99)
+    with pytest.raises(DataError, match="prompts.txt: line 2: The prompt is too long"):
+        finetune_task(base, sample_prompts=prompts)
 
 
 def test_the_circle_of_adapters(base, tmp_path):
