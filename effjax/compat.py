@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .ops import samplers
-from .ops._common.arguments import as_float_array, as_pair, check_shape
+from .ops._common.arguments import as_float_array, as_pair, as_real_array, check_shape
+from .ops._common.dtypes import at_least_float32
 from .ops._common.sharding import match_varying, with_auto_axes, zeros
 from .ops.samplers.deform_conv import deform_conv2d as _deform_conv2d
 from .ops.samplers.roi.api import as_box_array
@@ -196,8 +197,8 @@ def roi_align(
 
     Args:
         input: `[N, C, H, W]`.
-        boxes: `[K, 5]`, each box preceded by the index of its image; or a list of `[L, 4]`, one
-            array per image.
+        boxes: `[K, 5]`, each box preceded by the index of its image, whose fraction is ignored;
+            or a list of `[L, 4]`, one array per image.
         output_size: as in `effjax.roi_align`.
         spatial_scale: as in `effjax.roi_align`.
         sampling_ratio: as in `effjax.roi_align`.
@@ -216,7 +217,7 @@ def roi_align(
     )  # fmt: skip
     if isinstance(boxes, (list, tuple)):
         return _pool_lists(pool, x, boxes)
-    return _pool_indexed(pool, x, _as_indexed_boxes("boxes", boxes), ())
+    return _pool_indexed(pool, x, "boxes", boxes, ())
 
 
 def deform_roi_pool(
@@ -251,9 +252,8 @@ def deform_roi_pool(
         samplers.deform_roi_pool, output_size=output_size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, gamma=gamma,
     )  # fmt: skip
-    return _pool_indexed(
-        pool, _as_nhwc("input", input), _as_indexed_boxes("rois", rois), _as_offset_args(offset)
-    )
+    x = _as_nhwc("input", input)
+    return _pool_indexed(pool, x, "rois", rois, _as_offset_args(offset))
 
 
 def deform_roi_pooling(
@@ -304,7 +304,7 @@ def deform_roi_pooling(
         sample_per_part=sample_per_part, trans_std=trans_std,
     )  # fmt: skip
     offset = None if no_trans else offset
-    return _pool_indexed(pool, x, _as_indexed_boxes("rois", rois), _as_offset_args(offset))
+    return _pool_indexed(pool, x, "rois", rois, _as_offset_args(offset))
 
 
 def _as_nhwc(name: str, value: Any) -> jax.Array:
@@ -318,10 +318,18 @@ def _transpose(name: str, value: Any, *axes: int) -> jax.Array:
     return x.transpose(axes)
 
 
-def _as_indexed_boxes(name: str, value: Any) -> jax.Array:
-    boxes = as_box_array(name, value)
-    check_shape(name, boxes, ("K", 5), "index of the image, x1, y1, x2, y2")
-    return lax.stop_gradient(boxes)  # boxes get no gradient, as in the originals
+def _split_rois(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the indices of the images, integers [K], and the boxes [K, 4] of rois [K, 5]."""
+    rois = as_real_array(name, value)
+    check_shape(name, rois, ("K", 5), "index of the image, x1, y1, x2, y2")
+    index = rois[:, 0]
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        # Compared as floats, the numbers 256 and 257 of images would be equal in bfloat16. The
+        # originals truncate the index to an integer. NaN and numbers that do not fit are no image.
+        index = at_least_float32(index)
+        index = jnp.where(jnp.abs(index) < 2.0**31, index, -1).astype(jnp.int32)
+    boxes = as_box_array(name, rois[:, 1:])
+    return index, lax.stop_gradient(boxes)  # boxes get no gradient, as in the originals
 
 
 def _as_offset_args(value: Any) -> tuple:
@@ -334,27 +342,26 @@ def _as_offset_args(value: Any) -> tuple:
     return (_as_nhwc("offset", value)[None],)
 
 
-def _pool_indexed(pool: Callable, x: jax.Array, boxes: jax.Array, offset: tuple) -> jax.Array:
-    """Pool boxes [K, 5] of images x [N, H, W, C]; return [K, C, rows, columns]."""
+def _pool_indexed(pool: Callable, x: jax.Array, name: str, rois: Any, offset: tuple) -> jax.Array:
+    """Pool rois [K, 5] of images x [N, H, W, C]; return [K, C, rows, columns]."""
     pool_images = functools.partial(_pool_image_by_image, pool)
     # On a mesh with Explicit axes the result is replicated: the boxes of one device's images may be
     # anywhere among the K boxes.
-    return with_auto_axes(pool_images, x, PartitionSpec())(x, boxes, *offset)
+    pool_images = with_auto_axes(pool_images, x, PartitionSpec())
+    return pool_images(x, *_split_rois(name, rois), *offset)
 
 
 def _pool_image_by_image(
-    pool: Callable, x: jax.Array, boxes: jax.Array, *offset: jax.Array
+    pool: Callable, x: jax.Array, indices: jax.Array, boxes: jax.Array, *offset: jax.Array
 ) -> jax.Array:
     # The operators pool the same number of boxes from each image. So this loop passes all K boxes
     # with each image and replaces those of other images by NaN: such boxes have no samples, cost
     # almost nothing, and add zero to the sum over the images.
-    x, boxes, offset = match_varying((x, boxes, offset))
-    indices, boxes = boxes[:, 0], boxes[None, :, 1:]
+    x, indices, boxes, offset = match_varying((x, indices, boxes[None], offset))
 
     def step(y, image):
         n, x = image
-        is_own = (indices == n.astype(indices.dtype))[None, :, None]
-        own_boxes = jnp.where(is_own, boxes, jnp.full_like(boxes, jnp.nan))
+        own_boxes = jnp.where((indices == n)[None, :, None], boxes, jnp.full_like(boxes, jnp.nan))
         return y + pool(x[None], own_boxes, *offset)[0], None
 
     shape = jax.eval_shape(pool, jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), boxes, *offset)

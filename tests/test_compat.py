@@ -242,6 +242,37 @@ def test_sharded_images():
     np.testing.assert_allclose(halves, np.tile(want[:5], (2, 1, 1, 1)), atol=1e-6)
 
 
+POOLS = {
+    "roi_align": lambda x, rois: compat.roi_align(x, rois, 1, 1.0, 2, True),
+    "deform_roi_pool": lambda x, rois: compat.deform_roi_pool(x, rois, None, 1, 1.0, 2),
+    "deform_roi_pooling": lambda x, rois: compat.deform_roi_pooling(
+        x, rois, None, 1.0, 1, 1, no_trans=True
+    ),
+}
+
+
+@vary("pool, dtype, image", [
+    ("roi_align", "bfloat16", 256), ("deform_roi_pool", "bfloat16", 256),
+    ("deform_roi_pooling", "float16", 2048), ("roi_align", "float32", 2049),
+    ("roi_align", "int16", 257), ("roi_align", "uint8", 255),
+])  # fmt: skip
+def test_each_box_reads_one_image(pool, dtype, image):
+    """Images have the value of their number; 257 as bfloat16 is 256, and 2049 as float16 2048."""
+    x = jnp.arange(2050.0)[:, None, None, None] * jnp.ones((1, 1, 4, 4))
+    rois = jnp.array([[image, 0, 0, 3, 3]], dtype)
+    assert POOLS[pool](x, rois).ravel().tolist() == [image]
+
+
+def test_the_index_of_an_image_is_truncated():
+    """Kernels of torchvision and mmcv read `int(rois[k, 0])`; there are images 0 and 1 here."""
+    numbers = jnp.array([1.75, -0.5, -1, 2, jnp.nan, jnp.inf, -jnp.inf, 2.0**31, 2.0**40])
+    rois = jnp.concatenate([numbers[:, None], jnp.tile(jnp.array([0.0, 0, 3, 3]), (9, 1))], 1)
+    x = jnp.array([1.0, 2])[:, None, None, None] * jnp.ones((1, 1, 4, 4))
+    for dtype in "float32", "bfloat16", "float16":
+        for pool in POOLS.values():
+            assert pool(x, rois.astype(dtype)).ravel().tolist() == [2, 1] + [0] * 7
+
+
 def test_pooling_of_an_empty_batch():
     cases = (INPUT[:0], []), (INPUT[:0], ROIS[:0]), (INPUT, [ROIS[:0, 1:]] * 2)
     results = jax.jit(lambda: [compat.roi_align(x, boxes, 2) for x, boxes in cases])()
