@@ -129,7 +129,6 @@ def save_adapter(
     metadata: Mapping[str, str] = {},
     layers_prefix: str = LAYERS_PREFIX,
     overwrite: bool = False,
-    require_finite: bool = False,
 ) -> None:
     """Save a LoRA adapter in PEFT's layout, the inverse of `load_adapter`.
 
@@ -147,11 +146,10 @@ def save_adapter(
         metadata: Texts for the header of `adapter_model.safetensors`, which other programs ignore.
         layers_prefix: What stands before the number of a layer in the base model.
         overwrite: Whether to replace an older adapter, as in `save_checkpoint`.
-        require_finite: Whether to refuse arrays with NaN or infinity.
 
     Raises:
         ValueError: if the arrays are not pairs of matrices of one rank, if `scale` is not finite,
-            or if a number is not, with `require_finite`.
+            or if a number of the arrays is not.
         TypeError: if an array has a dtype that the format does not support, or if `scale` is not a
             number.
         OSError: if the folder exists, is not empty and must not be replaced, or if it cannot be
@@ -173,9 +171,7 @@ def save_adapter(
     text = json.dumps(config, indent=2) + "\n"
     files = {CONFIG: text.encode()}
     files |= read_files(copied_files)
-    save_arrays(
-        Path(folder), MODEL, sources, files, 1 << 62, overwrite, require_finite, None, metadata
-    )
+    save_arrays(Path(folder), MODEL, sources, files, 1 << 62, overwrite, None, metadata)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -197,7 +197,6 @@ def save_checkpoint(
     max_shard_bytes: int = 5_000_000_000,
     copied_files: Collection[Path] | Mapping[str, Path | bytes] = (),
     overwrite: bool = False,
-    require_finite: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Save a language model in Hugging Face's layout, the inverse of `load_checkpoint`.
@@ -218,13 +217,12 @@ def save_checkpoint(
             from their new names to the files, or to their content.
         overwrite: Whether to replace an older checkpoint, all at once. If the process is killed
             between the two renames, the next `load_checkpoint` completes them.
-        require_finite: Whether to refuse arrays with NaN or infinity. Nothing is saved then.
         progress: Called as ``progress(done, total)`` with numbers of bytes, those that this process
             writes.
 
     Raises:
         TypeError: if an array has a dtype that the format does not support.
-        ValueError: if a number is not finite, with `require_finite`; the message has the tensor. Or
+        ValueError: if a number is not finite; the message has the tensor, and nothing is saved. Or
             if weights are quantized.
         OSError: if the folder exists, is not empty and must not be replaced, or if it cannot be
             written.
@@ -244,9 +242,7 @@ def save_checkpoint(
         raise TypeError(f"`config` must be the content of a config.json: {error!s:.200}.") from None
     files = {"config.json": text.encode()}
     files |= read_files(copied_files)
-    save_arrays(
-        Path(folder), MODEL, sources, files, max_shard_bytes, overwrite, require_finite, progress
-    )
+    save_arrays(Path(folder), MODEL, sources, files, max_shard_bytes, overwrite, progress)
 
 
 def read_files(
@@ -583,7 +579,6 @@ def save_arrays(
     files: Mapping[str, bytes],
     max_shard_bytes: int,
     overwrite: bool,
-    require_finite: bool,
     progress: Progress | None,
     metadata: Mapping[str, str] = {},
 ) -> None:
@@ -626,7 +621,7 @@ def save_arrays(
                     (partial / name).write_bytes(content)
         with _in_all_processes("write"):
             arrays = [*others.values(), *layers.values()]
-            _write_all(arrays, tensors, require_finite, progress)
+            _write_all(arrays, tensors, progress)
         with _in_all_processes("rename"):
             if is_first:
                 sync_files([*partial.iterdir(), partial])
@@ -686,7 +681,6 @@ def _split(
 def _write_all(
     sources: Collection[Source],
     tensors: Mapping[str, Tensor],
-    require_finite: bool,
     progress: Progress | None,
 ) -> None:
     """Write the parts of all arrays that are on devices of this process, each by one of them."""
@@ -700,7 +694,9 @@ def _write_all(
     for source, bounds, a in shards:
         for name, rows, part in source.ranges(bounds):
             array = read_rows(a, *rows, CHUNK_BYTES).reshape([last - first for first, last in part])
-            if require_finite and not np.isfinite(array).all():
+            with np.errstate(invalid="ignore"):  # of NaNs in 16 bits
+                is_finite = np.isfinite(array).all()
+            if not is_finite:
                 raise ValueError(f"{name} has numbers that are not finite.")
             write_tensor(tensors[name], array, part)
             report(array.nbytes)

@@ -28,7 +28,8 @@ def merge(model: TextModel, folder: Path, dequantized: bool = False) -> None:
 
     Raises:
         DataError: The files cannot be read, or do not belong to each other.
-        TrainError: `dequantized`, for an adapter that was not trained on a quantized base.
+        TrainError: `dequantized`, for an adapter that was not trained on a quantized base; or a sum
+            is not finite.
         OSError: The folder cannot be written.
     """
     config, form, trained_on = model.config, None, model.trained_on
@@ -61,7 +62,10 @@ def merge(model: TextModel, folder: Path, dequantized: bool = False) -> None:
         if (file := model.adapter / GENERATION_CONFIG).is_file():
             stops |= {*eos_tokens(read_json(file))}
     files |= model.base.generation_files(stops)
-    save_checkpoint(folder, layers, others, config.to_json(), copied_files=files)
+    try:
+        save_checkpoint(folder, layers, others, config.to_json(), copied_files=files)
+    except ValueError as error:
+        raise TrainError(f"{folder} is not written: {error} Check {model.adapter}.") from error
 
 
 def _add_product(

@@ -330,7 +330,6 @@ class TextTask(Task[TextResult]):
     def finish(self, state: DecoderState, run: RunDirectory) -> None:
         folder, base = run.path / self.exported, self.base
         layers, others = state.model.layers, state.model.others
-        options: dict[str, Any] = {"overwrite": True, "require_finite": True}
         files = base.generation_files(self.end_tokens)
         if self.config.chat_template:
             files[CHAT_TEMPLATE] = Path(self.config.chat_template).read_bytes()
@@ -338,7 +337,7 @@ class TextTask(Task[TextResult]):
             if self.config.lora is None:
                 config = base.model.to_json()
                 copied = {file.name: file for file in base.tokenizer_files} | files
-                save_checkpoint(folder, layers, others, config, copied_files=copied, **options)
+                save_checkpoint(folder, layers, others, config, copied_files=copied, overwrite=True)
                 return
             adapters = {name: a for name, a in layers.items() if name.endswith((LORA_A, LORA_B))}
             name, revision = base.repository or (str(base.folder), None)
@@ -347,7 +346,7 @@ class TextTask(Task[TextResult]):
             save_adapter(
                 folder, adapters, self.config.lora_scale,
                 dropout=self.config.lora_dropout or 0.0, base_model=name, base_revision=revision,
-                copied_files=files, metadata=metadata, **options,
+                copied_files=files, metadata=metadata, overwrite=True,
             )  # fmt: skip
         except ValueError as error:
             raise TrainError(

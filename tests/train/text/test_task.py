@@ -226,6 +226,11 @@ def test_the_circle_of_adapters(base, tmp_path):
             expected = expected + 3 * b @ a
         np.testing.assert_allclose(merged_weight, expected, rtol=1e-6, atol=1e-6)
     assert (tmp_path / "merged" / "chat_template.jinja").read_bytes() == template.read_bytes()
+    settings = json.loads((folder / "adapter_config.json").read_text()) | {"lora_alpha": 1e300}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(TrainError, match=r"_proj.weight has numbers that are not finite. Check"):
+        merge(find_model(folder, None, TODAY), tmp_path / "infinite")
+    assert not (tmp_path / "infinite").exists()
 
 
 def test_exports_name_the_ends_of_answers(base, tmp_path):
