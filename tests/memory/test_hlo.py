@@ -1,8 +1,14 @@
 """The parser of optimized HLO."""
 
+from pathlib import Path
+
 import pytest
 
+from effjax.memory import find_rates
 from effjax.memory.read.hlo import Collective, Transfer, arrays, collectives, parse, transfers
+from effjax.memory.time.step_time import step_time
+
+MODULES = sorted((Path(__file__).parent / "modules").iterdir())
 
 LOOP = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
@@ -53,6 +59,30 @@ ENTRY %main (w.1: f32[8,4]) -> f32[4] {
   ROOT %result = f32[4]{0} get-tuple-element(%loop), index=1
 }
 """
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_a_loop_over_offloaded_weights_in_the_text_of_each_version(path):
+    """Elements of the loop's state are instructions, or from jax 0.12 operands `%tuple#1`."""
+    program = parse(path.read_text())
+    weights, x, trips = 2 * 256**2, 2 * 64 * 256, 15
+    assert transfers(program) == (Transfer("to_device", "bf16[1,256,256]", weights, trips, ""),)
+    time = step_time(program, find_rates("h100"))
+    assert time.unknown_loops == 0 and time.total_flops == trips * 2 * 64 * 256**2
+    assert time.to_device_bytes == trips * weights
+    # The slice is written, and copied; the product reads the copy and writes another x.
+    moved = trips * (weights + 2 * weights + weights + 2 * x)
+    assert time.memory_bytes == pytest.approx(moved, rel=0.001)  # and counters
+
+
+def test_elements_of_nested_tuples():
+    text = """\
+ENTRY %main (p: ((f32[4], f32[2]), f32[3])) -> f32[2] {
+  %p = ((f32[4]{0}, f32[2]{0}), f32[3]{0}) parameter(0)
+  ROOT %r = f32[2]{0} all-reduce(%p#0#1)
+}
+"""
+    assert collectives(text) == (Collective("all-reduce", 8, 1, ""),)
 
 
 def test_sources_and_counts_in_a_loop():

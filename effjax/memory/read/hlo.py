@@ -78,8 +78,19 @@ class HloModule:
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """All instructions by name."""
-        return {i.name: i for body in self.computations.values() for i in body}
+        """All instructions by name, and the elements of tuples that only operands name."""
+        # From jax 0.12, an operand can be an element of a tuple, `%tuple#1`, without an instruction
+        # that takes it.
+        result = {i.name: i for body in self.computations.values() for i in body}
+        for operand in {name for i in result.values() for name in operand_names(i) if "#" in name}:
+            whole, *indices = operand.split("#")
+            for index in indices if whole in result else ():
+                name, shape = f"{whole}#{index}", elements(result[whole].shape)[int(index)]
+                result[name] = Instruction(
+                    name, "get-tuple-element", shape, f"%{whole}", f"index={index}"
+                )
+                whole = name
+        return result
 
     def instruction_of(self, value: str) -> Instruction | None:
         """Return the instruction that computes a value, or None.
@@ -203,11 +214,8 @@ class HloModule:
 
     def operand_arrays(self, instruction: Instruction) -> list[Array]:
         """Return the arrays that an instruction reads."""
-        result: list[Array] = []
-        for name, element in re.findall(r"%([\w.\-]+)(?:#(\d+))?", instruction.operands):
-            shape = self.instructions[name].shape if name in self.instructions else ""
-            result += arrays(elements(shape)[int(element)] if element and shape else shape)
-        return result
+        operands = [self.instructions.get(name) for name in operand_names(instruction)]
+        return [array for operand in operands if operand for array in arrays(operand.shape)]
 
 
 def parse(hlo: str) -> HloModule:
@@ -333,8 +341,8 @@ def _tuple_index(instruction: Instruction) -> int | None:
 
 
 def operand_names(instruction: Instruction) -> list[str]:
-    """Return the names of an instruction's operands."""
-    return re.findall(r"%([\w.\-]+)", instruction.operands)
+    """Return the names of an instruction's operands; `tuple#1` is an element of a tuple."""
+    return re.findall(r"%([\w.\-]+(?:#\d+)*)", instruction.operands)
 
 
 def _bits(dtype: str) -> int:
