@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import resource
 import shutil
 import signal
@@ -188,15 +189,17 @@ def test_show(run, base, tmp_path):
     options = "--data", "others.jsonl", "--data", "rows.jsonl", "--show", "2", *SHORT
     code, out, err = run("finetune", base, *options)
     assert (code, err) == (0, "") and not (tmp_path / "runs").exists()
-    assert out.splitlines() == [
-        "others.jsonl: line 1: 4 tokens, 2 with loss", " |0:", "+>ab</s>",
-        "others.jsonl: line 2: 5 tokens, 3 with loss", " |1:", "+>abab</s>",
-        "rows.jsonl: line 1: 8 tokens, 4 with loss", " |a\tb:", "+> yes</s>",
-        "rows.jsonl: line 2: 3 tokens, 2 with loss", " |c", "+>", "+|</s>",
+    # How many tokens a text has depends on the version of Python, whose help trains the tokenizer.
+    assert [re.sub(r"\d+ tokens, \d+ with", "n tokens,", line) for line in out.splitlines()] == [
+        "others.jsonl: line 1: n tokens, loss", " |0:", "+>ab</s>",
+        "others.jsonl: line 2: n tokens, loss", " |1:", "+>abab</s>",
+        "rows.jsonl: line 1: n tokens, loss", " |a\tb:", "+> yes</s>",
+        "rows.jsonl: line 2: n tokens, loss", " |c", "+>", "+|</s>",
     ]  # fmt: skip
     assert run("finetune", base, *options, "--no-packing", "--validation", "0")[1] == out
     _, out, _ = run("finetune", base, *options, "--show-ids")
-    assert out.splitlines()[-3:] == ["  70 'c'", "+ 202 'Ċ'", "+ 1 '</s>'"]
+    numbers = (re.sub(r"\d+", "n", line) for line in out.splitlines()[-3:])
+    assert [*numbers] == ["  n 'c'", "+ n 'Ċ'", "+ n '</s>'"]
 
 
 def test_warnings(base, run_without_training, tmp_path):
