@@ -78,23 +78,22 @@ class Tokenizer:
         """
         return self._render(messages, add_generation_prompt, tools, variables).replace(MARK, "")
 
-    def turn_ends(self, messages: Sequence[Message], **options: Any) -> set[int]:
+    def turn_ends(
+        self, messages: Sequence[Message] = ({"role": "user", "content": CONTENT},), **options: Any
+    ) -> set[int]:
         """Return the special token that the template writes after an answer, if it writes one.
+
+        There is none if the template does not accept the messages.
 
         Args:
             messages: The turns before the answer.
             **options: Those of `render`.
         """
         answer = {"role": "assistant", "content": CONTENT}
-        after = self.render([*messages, answer], **options).rpartition(CONTENT)[2]
-        first = self.backend.encode(after, add_special_tokens=False).ids[:1]
-        return self.special_tokens.intersection(first)
-
-    @property
-    def template_ends(self) -> set[int]:
-        """The special token that ends an answer; none for a template that needs more messages."""
         with contextlib.suppress(DataError):
-            return self.turn_ends([{"role": "user", "content": CONTENT}])
+            after = self.render([*messages, answer], **options).rpartition(CONTENT)[2]
+            first = self.backend.encode(after, add_special_tokens=False).ids[:1]
+            return self.special_tokens.intersection(first)
         return set()
 
     def render_turns(

@@ -54,7 +54,7 @@ def merge(model: TextModel, folder: Path, dequantized: bool = False) -> None:
         layers[name] = add(weight, a, b, scale, config.dtype, form if is_quantized else None)
     others = {name: a.astype(config.dtype) for name, a in others.items()}
     files: dict[str, Any] = {file.name: file for file in model.base.tokenizer_files}
-    stops = model.tokenizer.template_ends
+    stops = model.tokenizer.turn_ends()
     # The adapter was trained with this template, and on answers with these ends.
     if model.adapter is not None:
         if (template := model.adapter / CHAT_TEMPLATE).is_file():

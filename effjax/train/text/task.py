@@ -108,7 +108,7 @@ def prepare(
     if not resume:  # otherwise the weights are those of the run
         base.check(*learner.model_shapes())
     schedule = learning_rate_schedule(config)
-    ends = data.source.end_tokens | tokenizer.template_ends
+    ends = data.source.end_tokens | tokenizer.turn_ends()
     names = {token: tokenizer.backend.id_to_token(token) for token in sorted(ends)}
     return TextTask(config, mesh, schedule, data, base, learner, load_progress, samples, names)
 
