@@ -5,6 +5,7 @@ support reverse mode only; use `effjax.deform_conv2d` and `effjax.roi_align` for
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .ops import samplers
-from .ops._common.arguments import as_float_array, as_pair, as_real_array, check_shape
+from .ops._common.arguments import (
+    as_float_array,
+    as_integer,
+    as_pair,
+    as_real_array,
+    check_divides,
+    check_shape,
+    conv_output_size,
+)
 from .ops._common.dtypes import at_least_float32
 from .ops._common.sharding import match_varying, with_auto_axes, zeros
 from .ops.samplers.deform_conv import deform_conv2d as _deform_conv2d
@@ -148,27 +157,34 @@ def _convolve(
     input, offset, weight, mask, bias, stride, padding, dilation, groups, offset_groups
 ) -> jax.Array:
     """Transpose to NHWC and HWIO, convolve, and transpose back; None infers a number of groups."""
-    x, offset = _as_nhwc("input", input), _as_nhwc("offset", offset)
+    x, nhwc_offset = _as_nhwc("input", input), _as_nhwc("offset", offset)
     kernel = _transpose("weight", weight, 2, 3, 1, 0)
-    mask = None if mask is None else _as_nhwc("mask", mask)
+    nhwc_mask = None if mask is None else _as_nhwc("mask", mask)
+    stride, dilation = as_pair("stride", stride, 1), as_pair("dilation", dilation, 1)
+    pads = tuple((pad, pad) for pad in as_pair("padding", padding, 0))
+    # The operator checks shapes too, but its errors have NHWC and its own names.
+    (n, *image, channels), (*size, inputs, outputs) = x.shape, kernel.shape
     if groups is None:
-        # Clamped to 1, so that the operator reports a wrong shape.
-        groups = max(1, x.shape[-1] // max(1, kernel.shape[2]))
-    options: dict[str, Any] = dict(
-        strides=as_pair("stride", stride, 1),
-        padding=tuple((pad, pad) for pad in as_pair("padding", padding, 0)),
-        kernel_dilation=as_pair("dilation", dilation, 1),
-        feature_group_count=groups,
-        offset_groups=offset_groups,
-    )
-    try:
-        y = _deform_conv2d(x, offset, kernel, mask, bias, **options)  # type: ignore[arg-type]
-    except ValueError as error:
-        error.add_note(
-            "effjax.compat transposed the arguments: `x` is `input` in NHWC, `kernel` is `weight` "
-            "in HWIO, and shapes of `offset` and `mask` are NHWC."
-        )
-        raise
+        groups = max(1, channels // max(1, inputs))
+    groups = as_integer("groups", groups, 1)
+    check_shape("weight", weight, ("O", channels // groups, *size), "[O, C / groups, kh, kw]")
+    check_divides("groups", groups, channels, "channels of `input`")
+    check_divides("groups", groups, outputs, "outputs of `weight`")
+    pixels = conv_output_size(image, size, stride, pads, dilation, "input")
+    taps = math.prod(size)
+    if offset_groups is None:
+        offset_groups = max(nhwc_offset.shape[-1] // (2 * taps), 1)
+    offset_groups = as_integer("deformable_groups", offset_groups, 1)
+    check_divides("deformable_groups", offset_groups, channels, "channels of `input`")
+    points = offset_groups * taps
+    meaning = f"Ho, Wo] for K = {taps} taps and G = {offset_groups} offset groups"
+    check_shape("offset", offset, (n, points * 2, *pixels), f"[N, G * K * 2, {meaning}")
+    if mask is not None:
+        check_shape("mask", mask, (n, points, *pixels), f"[N, G * K, {meaning}")
+    y = _deform_conv2d(
+        x, nhwc_offset, kernel, nhwc_mask, bias, strides=stride, padding=pads,
+        kernel_dilation=dilation, feature_group_count=groups, offset_groups=offset_groups,
+    )  # fmt: skip
     return y.transpose(0, 3, 1, 2)
 
 
@@ -253,7 +269,8 @@ def deform_roi_pool(
         sampling_ratio=sampling_ratio, gamma=gamma,
     )  # fmt: skip
     x = _as_nhwc("input", input)
-    return _pool_indexed(pool, x, "rois", rois, _as_offset_args(offset))
+    size = as_pair("output_size", output_size, 1)
+    return _pool_indexed(pool, x, "rois", rois, _as_offset_args(offset, ("K", 2, *size)))
 
 
 def deform_roi_pooling(
@@ -296,6 +313,8 @@ def deform_roi_pooling(
     # A box is divided into group_size**2 parts, and each part reads its own block of channels.
     # The original orders channels as (out_channels, blocks), effjax as (blocks, out_channels).
     x = _as_nhwc("data", data)
+    channels = out_channels * as_integer("group_size", group_size, 1) ** 2
+    check_shape("data", data, ("N", channels, "H", "W"), "out_channels * group_size**2 channels")
     blocks = x.reshape(*x.shape[:3], out_channels, group_size**2)
     x = jnp.moveaxis(blocks, 3, 4).reshape(x.shape)
     pool = functools.partial(
@@ -303,8 +322,10 @@ def deform_roi_pooling(
         spatial_scale=spatial_scale, group_size=group_size, part_size=part_size,
         sample_per_part=sample_per_part, trans_std=trans_std,
     )  # fmt: skip
-    offset = None if no_trans else offset
-    return _pool_indexed(pool, x, "rois", rois, _as_offset_args(offset))
+    part_size = out_size if part_size is None else part_size
+    offset_shape = ("K", "2 * G", part_size, part_size)
+    offset = () if no_trans else _as_offset_args(offset, offset_shape)
+    return _pool_indexed(pool, x, "rois", rois, offset)
 
 
 def _as_nhwc(name: str, value: Any) -> jax.Array:
@@ -332,14 +353,16 @@ def _split_rois(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
     return index, lax.stop_gradient(boxes)  # boxes get no gradient, as in the originals
 
 
-def _as_offset_args(value: Any) -> tuple:
+def _as_offset_args(value: Any, shape: tuple) -> tuple:
     """Return offsets as further arguments of an operator.
 
     These are () for no offsets, or ([1, K, rows, columns, 2 * G],) for [K, 2 * G, rows, columns].
     """
     if value is None or getattr(value, "size", 1) == 0:
         return ()
-    return (_as_nhwc("offset", value)[None],)
+    offset = _as_nhwc("offset", value)[None]
+    check_shape("offset", value, shape)
+    return (offset,)
 
 
 def _pool_indexed(pool: Callable, x: jax.Array, name: str, rois: Any, offset: tuple) -> jax.Array:
@@ -375,7 +398,14 @@ def _pool_lists(pool: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array
 
     The arrays are padded with NaN to the same number of boxes, and the results are cut again.
     """
+    if len(boxes) != x.shape[0]:
+        raise ValueError(
+            f"`boxes` has {len(boxes)} arrays, but must have one for each of the {x.shape[0]} "
+            "images of `input`."
+        )
     arrays = [as_box_array(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
+    for i, b in enumerate(arrays):
+        check_shape(f"boxes[{i}]", b, ("L", 4), "x1, y1, x2, y2")
     is_float64 = "float64" in (x.dtype, *(b.dtype for b in arrays))
     arrays = [b.astype(jnp.float64 if is_float64 else jnp.float32) for b in arrays]
     longest = max((b.shape[0] for b in arrays), default=0)

@@ -117,13 +117,25 @@ def test_deform_groups_of_mmcv():
 
 
 def test_errors_name_the_arguments():
-    for bad, match in (
-        (OFFSET.transpose(0, 2, 3, 1), "`kernel` is `weight` in HWIO"),
-        (OFFSET[:, 1:], "`kernel` is `weight` in HWIO"),
-        (OFFSET[0], "`offset` .* must have four axes"),
+    """Names and shapes are those of the caller: `weight` OIHW, and images NCHW."""
+    valid: dict = dict(
+        input=X, offset=OFFSET, weight=WEIGHT, stride=STRIDE, padding=PADDING, dilation=DILATION
+    )
+    for argument, bad, message in (
+        ("offset", OFFSET.transpose(0, 2, 3, 1), "of shape (2, 3, 4, 24) must be (2, 12, 3, 4)"),
+        ("offset", OFFSET[:, 1:], "of shape (2, 23, 3, 4) must be (2, 12, 3, 4), [N, G * K * 2"),
+        ("offset", OFFSET[0], "`offset` of shape (24, 3, 4) must have four axes"),
+        ("mask", MASK[:, 1:], "`mask` of shape (2, 11, 3, 4) must be (2, 12, 3, 4), [N, G * K, Ho"),
+        ("weight", WEIGHT[:, [0, 1, 1]], "`weight` of shape (6, 3, 3, 2) must be (O, 4, 3, 2)"),
+        ("weight", WEIGHT[:5], "`groups` (=2) must divide the 5 outputs of `weight`"),
+        ("bias", BIAS[1:], "`bias` of shape (5,) must be (6,), one for each output"),
+        ("dilation", 9, "`input` of size (5, 6) with padding=((1, 1), (0, 0)) is smaller"),
     ):
-        with pytest.raises(ValueError, match=match):
-            compat.deform_conv2d(X, bad, WEIGHT)
+        with pytest.raises(ValueError) as error:
+            compat.deform_conv2d(**valid | {argument: bad})
+        assert message in str(error.value)
+    with pytest.raises(ValueError, match=r"`deformable_groups` \(=3\) must divide the 4 channels"):
+        compat.deform_conv(X, OFFSET, WEIGHT, *GEOMETRY, GROUPS, 3)
     with pytest.raises(NotImplementedError, match=r"of effjax\.deform_conv2d\."):
         jax.jvp(lambda x: compat.deform_conv2d(x, OFFSET, WEIGHT, None, *GEOMETRY), (X,), (X,))
 
@@ -167,6 +179,24 @@ def test_deform_roi_pool():
     without = compat.deform_roi_pool(INPUT, ROIS, np.zeros(0, np.float32), 2, 0.5)
     want = compat.roi_align(INPUT, ROIS, 2, 0.5, aligned=True)
     np.testing.assert_array_equal(without, want)
+
+
+def test_errors_of_pools():
+    """A list names its entry; offsets and `data` have the shapes of the caller."""
+    box, offset = ROIS[:1, 1:], np.zeros((5, 2, 3, 3), np.float32)
+    for boxes, message in (
+        ([box, ROIS[:1]], r"`boxes\[1\]` of shape \(1, 5\) must be \(L, 4\)"),
+        ([box[0], box], r"`boxes\[0\]` of shape \(4,\) must be"),
+        ([box], "`boxes` has 1 arrays, but must have one for each of the 2 images of `input`"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compat.roi_align(INPUT, boxes, 2)
+    with pytest.raises(ValueError, match=r"`offset` of shape \(5, 2, 3, 3\) must be \(K, 2, 2, 2"):
+        compat.deform_roi_pool(INPUT, ROIS, offset, 2)
+    with pytest.raises(ValueError, match=r"\(5, 2, 3, 3\) must be \(K, 2 \* G, 2, 2\)"):
+        compat.deform_roi_pooling(INPUT, ROIS, offset, 1.0, 2, 4, False)
+    with pytest.raises(ValueError, match=r"`data` of shape .* must be \(N, 12, H, W\)"):
+        compat.deform_roi_pooling(INPUT, ROIS, None, 1.0, 2, 3, True, 2)
 
 
 def test_deform_roi_pooling():

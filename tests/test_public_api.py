@@ -92,6 +92,55 @@ def test_arguments_of_torch_are_explained(function, arguments, theirs, ours):
         function(**arguments, no_such=1)
 
 
+def test_keywords_by_position_are_explained():
+    boxes = ones(1, 2, 4)
+    for pool, arguments in (
+        (effjax.roi_align, (IMAGES, boxes, 7)), (effjax.multiscale_roi_align, ([IMAGES], boxes, 7)),
+        (effjax.deform_roi_pool, (IMAGES, boxes, None, 7)),
+        (effjax.deform_psroi_pool, (IMAGES, boxes, None, 7)),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"by position; `output_size` is a keyword, as in"):
+            pool(*arguments)
+
+
+SIZES = [
+    ("MSDeformAttn", dict(features=250, num_levels=2), "`num_heads` (=8) must divide the 250"),
+    *(("MSDeformAttn", {size: 0}, f"`{size}` (=0) must be an integer of at least 1")
+      for size in ("features", "num_levels", "num_heads", "num_points")),
+    ("DCNv3", dict(features=65), "`offset_groups` (=4) must divide the 65 features"),
+    ("DCNv3", dict(features=64, offset_groups=0), "`offset_groups` (=0) must be an integer"),
+    ("DeformConv", dict(offset_groups=0), "`offset_groups` (=0) must be an integer"),
+    ("DeformConv", dict(offset_groups=3), "`offset_groups` (=3) must divide the 8"),
+    ("DeformConv", dict(feature_group_count=0), "`feature_group_count` (=0) must be"),
+    ("DeformConv", dict(feature_group_count=8), "`feature_group_count` (=8) must divide the 12"),
+    ("DeformRoIPoolPack", dict(deform_fc_channels=0), "`deform_fc_channels` (=0) must be"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "options", "message"), SIZES)
+def test_sizes_are_checked_when_a_layer_is_made(layer, options, message):
+    """Those of linen are made at the first call."""
+    inputs = {
+        "MSDeformAttn": (ones(1, 5, 250), ones(1, 5, 2, 2), ones(1, 20, 250), [(4, 4), (2, 2)]),
+        "DeformRoIPoolPack": (ones(1, 4, 4, 8), ones(1, 2, 4)),
+    }
+    required: dict = {
+        "DeformConv": (
+            dict(kernel_size=3, predict_offset=True),
+            dict(in_features=8, out_features=12),
+            dict(features=12),
+        ),
+        "DeformRoIPoolPack": (dict(output_size=2), dict(output_channels=8), {}),
+    }
+    both, of_nnx, of_linen = required.get(layer, ({}, {}, {}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        getattr(nnx, layer)(**both, **of_nnx, **options, rngs=Rngs(0))
+    made = getattr(linen, layer)(**both, **of_linen, **options)
+    images = ones(1, 8, 8, options.get("features", 8))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(made.init, jax.random.key(0), *inputs.get(layer, (images,)))
+
+
 @pytest.mark.parametrize(
     "offload",
     [

@@ -16,9 +16,10 @@ def check_inputs(predict_offset: bool, modulated: bool, offset: Any, mask: Any) 
         names = "neither `offset` nor `mask`"
         if not predict_offset:
             names = "`offset` and `mask`" if modulated else "`offset` and no `mask`"
+        remedy = "" if predict_offset else " A layer with predict_offset=True computes them."
         raise ValueError(
             f"Pass {names} to a layer with predict_offset={predict_offset} and "
-            f"modulated={modulated}."
+            f"modulated={modulated}.{remedy}"
         )
 
 

@@ -10,7 +10,7 @@ from flax.linen.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
-from ..ops._common.arguments import as_integer, as_real_array, check_features
+from ..ops._common.arguments import as_integer, as_real_array, check_features, check_sizes
 
 _zeros, _xavier = nn.initializers.zeros, nn.initializers.xavier_uniform()
 
@@ -48,6 +48,8 @@ class MSDeformAttn(nn.Module):
         padding_mask: jax.Array | None = None,
     ) -> jax.Array:
         """Attend to points around reference points, as `effjax.nnx.MSDeformAttn` does."""
+        names = "features", "num_levels", "num_heads", "num_points"
+        check_sizes({name: getattr(self, name) for name in names}, num_heads="features")
         shapes = shared.check_shapes(spatial_shapes, self.num_levels)
         num_samples = self.num_heads * self.num_levels * self.num_points  # of a query
         # Initially the offsets do not depend on the query: kernel zero, bias with a direction for
@@ -100,6 +102,8 @@ class DCNv3(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layer to images `[N, H, W, features]`; return an array of the same shape."""
+        names = "features", "kernel_size", "kernel_dilation", "offset_groups"
+        check_sizes({name: getattr(self, name) for name in names}, offset_groups="features")
         check_features(as_real_array("x", x), self.features)
         options: dict[str, Any] = dict(dtype=self.dtype, param_dtype=self.param_dtype)
         # Offsets and masks are predicted from z, the samples are taken from a projection of x.

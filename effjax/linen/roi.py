@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.typing import Dtype
 
 from ..layers.roi import apply_mask, as_offset, flatten_bins
-from ..ops._common.arguments import as_pair
+from ..ops._common.arguments import as_integer, as_pair
 from ..ops.samplers.roi import deform_roi_pool
 
 
@@ -65,7 +65,7 @@ class DeformRoIPoolPack(DeformRoIPool):
     def __call__(self, x: jax.Array, boxes: jax.Array) -> jax.Array:  # type: ignore[override]
         """Pool `boxes` `[N, R, 4]` with the predicted offsets."""
         options = self._options()
-        width = self.deform_fc_channels
+        width = as_integer("deform_fc_channels", self.deform_fc_channels, 1)
         (rows, columns), zeros = options["output_size"], nn.initializers.zeros
 
         def layer(name: str, size: int, **inits: Any) -> nn.Dense:

@@ -10,7 +10,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from flax.typing import Dtype, PrecisionLike
 
 from ..layers import deform_attention as shared
-from ..ops._common.arguments import as_integer, as_real_array, check_features
+from ..ops._common.arguments import as_integer, as_real_array, check_features, check_sizes
 
 Implementation = Literal["native", "xla"] | None
 _zeros, _xavier = nnx.initializers.zeros, nnx.initializers.xavier_uniform()
@@ -57,6 +57,8 @@ class MSDeformAttn(nnx.Module):
         deterministic: bool = False,
         rngs: nnx.Rngs,
     ):
+        sizes = dict(features=features, num_levels=num_levels, num_points=num_points)
+        check_sizes(sizes | dict(num_heads=num_heads), num_heads="features")
         self.num_levels, self.num_heads = num_levels, num_heads
         self.options: dict[str, Any] = dict(
             implementation=implementation, deterministic=deterministic
@@ -152,6 +154,8 @@ class DCNv3(nnx.Module):
     ):
         self.features, self.dtype = features, dtype
         kernel_size = as_integer("kernel_size", kernel_size, 1)
+        sizes = dict(features=features, kernel_dilation=kernel_dilation)
+        check_sizes(sizes | dict(offset_groups=offset_groups), offset_groups="features")
         if dw_kernel_size is None:
             dw_kernel_size = kernel_size
         size = as_integer("dw_kernel_size", dw_kernel_size, 1)

@@ -15,6 +15,7 @@ from ..ops._common.arguments import (
     as_pair,
     as_real_array,
     check_features,
+    check_sizes,
     with_torch_hints,
 )
 from ..ops.samplers.deform_conv import deform_conv2d
@@ -81,6 +82,10 @@ class DeformConv(nnx.Module):
         deterministic: bool = False,
         rngs: nnx.Rngs,
     ):
+        sizes = dict(in_features=in_features, out_features=out_features)
+        groups = dict(feature_group_count=feature_group_count, offset_groups=offset_groups)
+        check_sizes(sizes | groups, **dict.fromkeys(groups, "in_features"))
+        check_sizes(sizes | groups, feature_group_count="out_features")
         size = as_pair("kernel_size", kernel_size, 1)
         conv_options: dict[str, Any] = dict(
             strides=as_pair("strides", strides, 1),

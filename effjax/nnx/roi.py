@@ -9,7 +9,7 @@ from flax import nnx
 from flax.typing import Dtype
 
 from ..layers.roi import apply_mask, as_offset, flatten_bins
-from ..ops._common.arguments import as_pair
+from ..ops._common.arguments import as_pair, check_sizes
 from ..ops.samplers.roi import deform_roi_pool
 
 
@@ -81,6 +81,7 @@ class DeformRoIPoolPack(DeformRoIPool):
         rngs: nnx.Rngs,
         **options: Any,
     ):
+        check_sizes(dict(output_channels=output_channels, deform_fc_channels=deform_fc_channels))
         super().__init__(output_size, **options)
         rows, columns = self.options["output_size"]
         features, zeros = rows * columns * output_channels, nnx.initializers.zeros

@@ -38,11 +38,14 @@ _KINDS = {
 
 
 def with_torch_hints(function: _F) -> _F:
-    """Let the error for an argument of PyTorch, as in `f(stride=2)`, name the one of `function`."""
+    """Explain arguments in PyTorch's way: by its name, as in `f(stride=2)`, or by position."""
     if isinstance(function, type):  # a class without an own `__init__`, such as a linen module
         function.__init__ = with_torch_hints(function.__init__)
         return function  # type: ignore[return-value]
-    accepted = inspect.signature(function).parameters
+    spec = inspect.getfullargspec(inspect.unwrap(function))
+    accepted = {*spec.args, *spec.kwonlyargs}
+    by_position = [name for name in spec.args if name != "self"]
+    name = function.__qualname__.removesuffix(".__init__")
     ours = {
         theirs: name
         for theirs, names in _TORCH_ARGUMENTS.items()
@@ -53,8 +56,12 @@ def with_torch_hints(function: _F) -> _F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for theirs in kwargs.keys() & ours.keys():
-            name = function.__qualname__.removesuffix(".__init__")
             raise TypeError(f"{name}() has no argument `{theirs}`; it is `{ours[theirs]}` here.")
+        if len(args) > len(spec.args) and spec.kwonlyargs:
+            raise TypeError(
+                f"{name}() takes {', '.join(by_position)} by position; `{spec.kwonlyargs[0]}` is "
+                f"a keyword, as in {name}(..., {spec.kwonlyargs[0]}=...)."
+            )
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -173,6 +180,14 @@ def as_integer(name: str, value: Any, minimum: int) -> int:
     return number
 
 
+def check_sizes(sizes: Mapping[str, Any], **divisors: str) -> None:
+    """Check sizes of a layer: at least 1, and each divisor divides the size that it names."""
+    for name, size in sizes.items():
+        as_integer(name, size, 1)
+    for name, size in divisors.items():
+        check_divides(name, sizes[name], sizes[size], size)
+
+
 def as_number(name: str, value: Any, accepts: Callable[[float], bool], expected: str) -> float:
     """Return a Python float for which `accepts` is true.
 
@@ -259,6 +274,7 @@ def conv_output_size(
     strides: Sequence[int],
     padding: Sequence[tuple[int, int]],
     dilation: Sequence[int],
+    name: str = "x",
 ) -> tuple[int, ...]:
     """Return the spatial size of a convolution's output, which must not be empty."""
     result = tuple(
@@ -267,9 +283,9 @@ def conv_output_size(
     )
     if min(*kernel_size, *result) < 1:
         raise ValueError(
-            f"The output would be empty, {result}: `x` of size {tuple(size)} with "
+            f"The output would be empty, {result}: `{name}` of size {tuple(size)} with "
             f"padding={padding} is smaller than a kernel of size {tuple(kernel_size)} with "
-            f"kernel_dilation={dilation}."
+            f"dilation {dilation}."
         )
     return result
 

@@ -248,5 +248,5 @@ def _check(
     if mask is not None:
         check_shape("mask", mask, (*pixels, groups * taps), f"[N, Ho, Wo, G * K] {numbers}")
     if bias is not None:
-        check_shape("bias", bias, kernel.shape[3:], "the outputs of `kernel`")
+        check_shape("bias", bias, kernel.shape[3:], "one for each output")
     return Geometry(kernel_size, strides, pads, dilation, groups)

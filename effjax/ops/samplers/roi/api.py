@@ -18,6 +18,7 @@ from ..._common.arguments import (
     check_divides,
     check_shape,
     check_size,
+    with_torch_hints,
 )
 from ..._common.platform import follow_arrays
 from . import bins
@@ -27,6 +28,7 @@ from .reference import Pooling
 Implementation = Literal["native", "xla"] | None
 
 
+@with_torch_hints
 @follow_arrays
 def roi_align(
     x: jax.Array,
@@ -90,6 +92,7 @@ def roi_align(
     return _split_bins(y, size)
 
 
+@with_torch_hints
 @follow_arrays
 def multiscale_roi_align(
     features: Sequence[jax.Array],
@@ -190,6 +193,7 @@ def _pool_aligned(
     )  # fmt: skip
 
 
+@with_torch_hints
 @follow_arrays
 def deform_roi_pool(
     x: jax.Array,
@@ -258,6 +262,7 @@ def deform_roi_pool(
     return _split_bins(y, size)
 
 
+@with_torch_hints
 @follow_arrays
 def deform_psroi_pool(
     x: jax.Array,
