@@ -44,19 +44,20 @@ def forms_report(rows: "Sequence[Row]", config: Any) -> "Report":
         rows: The forms.
         config: The configuration of the run.
     """
-    from ..memory.render import Report, ReportTable, format_bytes, format_seconds
-    from ..memory.results import recomputation_note
+    from ..memory.render import Report, ReportTable, format_bytes
+    from ..memory.results import format_step, recomputation_note
 
     unit = "tokens/s" if isinstance(config, FinetuneConfig) else "images/s"
     cells, notes = [], []
     for row in rows:
         # Without a plan, the bytes are those of the state. Nothing on the host stays nothing.
         at_least, plan, rate = "" if row.plan else "≥ ", row.plan, row.items_per_second
+        at_most = "≤ " if plan and plan.step_time.is_lower_bound else ""
         device, host = (at_least * bool(size) + format_bytes(size) for size in row.bytes)
         cells.append({
             "form": row.name, "device": device, "host": host, "fits": _describe_fit(row),
-            "step": format_seconds(plan.step_seconds) if plan else "–",
-            unit: f"{rate:.0f}" if rate else "–",
+            "step": format_step(plan.step_time) if plan else "–",
+            unit: f"{at_most}{rate:.0f}" if rate else "–",
             f"options of {command_line(config.COMMAND)}": _describe_options(row, config),
         })  # fmt: skip
         if note := row.error or (plan and recomputation_note(plan)):
@@ -107,13 +108,14 @@ def plans_reports(plans: "Comparison") -> "list[Report]":
 def describe_fastest(row: Row) -> str:
     """Return the sentence about the fastest form that fits, before its command."""
     from ..memory.render import format_seconds
+    from ..memory.results import format_step
 
     text = f"The fastest form that fits is {row.name!r}"
     # No device reaches its peak rates, so where speeds have been measured, the text says by how
     # much they fall short.
     if row.plan and row.expected_seconds:
         least, most = map(format_seconds, row.expected_seconds)
-        modelled = format_seconds(row.plan.step_seconds)
+        modelled = format_step(row.plan.step_time)
         text += f", {modelled} a step at peak rates and about {least} to {most} expected"
     return f"{text}{_on_machine(row)}."
 

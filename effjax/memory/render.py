@@ -12,7 +12,7 @@ MAX_ROWS = 12  # of a table
 PATIENCE = 30.0  # seconds without a line of progress
 TYPICAL_TIME = "seconds for a small step, minutes for a deep network"
 FLOPS = ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")
-_NUMBER = re.compile(r"(≥ )?\d.*|–?")  # also a number with a unit, or a missing one
+_NUMBER = re.compile(r"([≥≤] )?\d.*|–?")  # also a number with a unit, or a missing one
 
 
 def format_number(count: float, units: Sequence[str]) -> str:

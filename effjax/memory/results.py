@@ -55,7 +55,7 @@ class MemoryPlan(Printable):
             `to_host_bytes`, `collective_bytes`), the time of the kernels (`compute_seconds`) and
             that of waiting for each kind of transfer (`to_device_seconds`, `to_host_seconds`,
             `collective_seconds`). `unknown_kernels` counts kernels of unknown FLOPs, and
-            `unknown_loops` loops of unknown length.
+            `unknown_loops` loops of unknown length; with either, `is_lower_bound` is True.
         hlo: the optimized program as text.
         refusal: the compiler's message if it refused the program because it does not fit, which
             the compiler for TPUs does; otherwise empty.
@@ -198,7 +198,7 @@ class Comparison(Printable, dict[str, MemoryPlan]):
         times = [
             {
                 "": name,
-                "call": format_seconds(time.seconds),
+                "call": format_step(time),
                 "products": format_number(time.total_flops, FLOPS),
                 "kernels": format_seconds(time.compute_seconds),
                 "from host": format_seconds(time.to_device_seconds),
@@ -414,6 +414,11 @@ def summarize(plan: MemoryPlan) -> str:
     return line
 
 
+def format_step(time: StepTime) -> str:
+    """Return the modelled time of a call, such as "12.3 ms", or "≥ 12.3 ms" if work is unknown."""
+    return ("≥ " if time.is_lower_bound else "") + format_seconds(time.seconds)
+
+
 def _donation_note(plan: MemoryPlan) -> str:
     """Return a hint at the bytes that donation would save, if nothing is donated."""
     if plan.device.aliased or plan.host.aliased:
@@ -548,7 +553,7 @@ def _time_table(time: StepTime) -> ReportTable:
     ):
         if size:
             rows.append(moved(name, size, rate) | {"adds": format_seconds(wait)})
-    rows.append({"part": "call", "adds": format_seconds(time.seconds)})
+    rows.append({"part": "call", "adds": format_step(time)})
     rows += [
         {"part": f"unknown FLOPs: {name}", "amount": f"{count}×"}
         for name, count in time.unknown_kernels.items()

@@ -215,6 +215,15 @@ def test_names_the_phase_that_needs_the_most_host_memory(step_bytes, phase):
     assert phase in str(answer.phases_report([row])).splitlines()[-1]
 
 
+def test_says_that_a_time_is_a_lower_bound():
+    config, plan = FinetuneConfig(batch_size=2, max_length=512).resolve(), planned(10**6)
+    plan.step_time = SimpleNamespace(**vars(plan.step_time), is_lower_bound=True, seconds=1.0)
+    row = planning.Row("in memory", Form(config, no_step), LIMITS, plan=plan)
+    table = str(answer.forms_report([row], config))
+    assert re.search("≥ 1.0 s +≤ 1024 ", table)  # tokens a second
+    assert "≥ 1.0 s a step" in answer.describe_fastest(row)
+
+
 def test_finds_the_first_change_that_fits(monkeypatch):
     """Steps are compiled one after the other; one that the compiler refuses is left out."""
     config, compiled = FinetuneConfig(checkpoint="a/b", batch_size=16).resolve(), []

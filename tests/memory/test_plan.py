@@ -13,9 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import effjax
-from effjax.memory import PlanError, plan
+from effjax.memory import Comparison, PlanError, plan
 from effjax.memory.devices import find_target
 from effjax.memory.read.hlo import Collective, Transfer
+from effjax.memory.render import format_seconds
+from effjax.memory.results import format_step
 from tests.memory.conftest import f32, is_line_of, matmuls
 from tests.programs import needs_gpu_compiler
 
@@ -59,6 +61,16 @@ def test_report(matmul_plan, rich_text):
     assert p.available_bytes == int(0.001 * 22 * GIB) and p.fits
     p = dataclasses.replace(p, memory_fraction=0.0001)
     assert not p.fits and "DOES NOT FIT" in str(p) and p.share > 1
+
+
+@pytest.mark.parametrize("unknown", [{"unknown_loops": 1}, {"unknown_kernels": {"flash": 2}}])
+def test_time_of_unknown_work_is_a_lower_bound(matmul_plan, unknown):
+    time = dataclasses.replace(matmul_plan.step_time, **unknown)
+    bound = dataclasses.replace(matmul_plan, step_time=time)
+    assert time.is_lower_bound and not matmul_plan.step_time.is_lower_bound
+    texts = str(bound), str(Comparison({"bound": bound})), format_step(time)
+    assert all(f"≥ {format_seconds(time.seconds)}" in text for text in texts)
+    assert "≥" not in str(matmul_plan)
 
 
 def test_plot(matmul_plan, plot):

@@ -47,6 +47,11 @@ class StepTime:
         return self.compute_seconds + waits
 
     @property
+    def is_lower_bound(self) -> bool:
+        """True if a part of the work is unknown: kernels, or the length of a loop."""
+        return bool(self.unknown_kernels or self.unknown_loops)
+
+    @property
     def total_flops(self) -> int:
         """FLOPs of all dtypes."""
         return sum(self.flops.values())
