@@ -324,8 +324,8 @@ def deform_roi_pooling(
     )  # fmt: skip
     part_size = out_size if part_size is None else part_size
     offset_shape = ("K", "2 * G", part_size, part_size)
-    offset = () if no_trans else _as_offset_args(offset, offset_shape)
-    return _pool_indexed(pool, x, "rois", rois, offset)
+    offset_args = () if no_trans else _as_offset_args(offset, offset_shape)
+    return _pool_indexed(pool, x, "rois", rois, offset_args)
 
 
 def _as_nhwc(name: str, value: Any) -> jax.Array:

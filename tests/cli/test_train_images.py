@@ -71,6 +71,8 @@ def test_starts_with_a_file_and_resumes_without_it(run, tmp_path):
     file = tmp_path / "in.safetensors"
     convert.save_weights(file, make_weights())
     options = "--depth", "8", "--freeze-stages", "1", "--init-from", "in.safetensors"
+    for name in "LICENSE", "rose/notes.txt":
+        open(f"flowers/{name}", "w").close()
     data = "--data", "folder:flowers", "--batch-size", "8", "--validation", "0", "--epochs", "1"
     code, out, err = run("train", "resnet", *options, *data, "--out", "here")
     assert (code, err) == (0, "")
@@ -79,6 +81,7 @@ def test_starts_with_a_file_and_resumes_without_it(run, tmp_path):
         "new head of 3 classes; the file has 7 classes",
         "pixels are normalized by ImageNet's mean and standard deviation",
         "frozen: the stem and 1 stage; ",
+        "left out, because not images of a class (2): LICENSE, rose/notes.txt",
     ):
         assert line in out
     config = json.loads((tmp_path / "here" / "config.json").read_text())["options"]

@@ -41,7 +41,7 @@ class ImageConfig(RunConfig):
     validation: float = option(
         0.1,
         help="Images held out to select the best parameters: a share of the train set, or a "
-        "number.",
+        "number. Unused if the folder has val/ and test/.",
         group=DATA,
         check=SHARE_OR_COUNT,
     )

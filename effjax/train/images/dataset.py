@@ -64,8 +64,9 @@ class Dataset:
         test_labels: int32 [N].
         class_names: Name of each class.
         flip: True if a mirrored image still belongs to its class (False for digits).
-        validation_images: Images that `hold_out` took from the train set.
+        validation_images: Images of the data set, or that `hold_out` took from the train set.
         validation_labels: int32 [N].
+        left_out: Names of files and folders that are not read.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Dataset:
     flip: bool
     validation_images: Images = field(default_factory=lambda: np.zeros(0, np.uint8))
     validation_labels: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    left_out: tuple[str, ...] = ()
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -109,19 +111,19 @@ def stratified_split(
 
 
 def hold_out(dataset: Dataset, validation: float) -> Dataset:
-    """Move a part of the train set to the validation set.
+    """Move a part of the train set to the validation set, unless the data set has its own.
 
     The part is the same in every run and has the same share of each class.
 
     Args:
-        dataset: Data set without a validation set.
+        dataset: Data set.
         validation: Share of the train set if below 1, else a number of images, up to rounding
             within each class. 0 keeps the data set unchanged.
 
     Raises:
         DataError: No training image would be left, or no image would be held out.
     """
-    if validation == 0:
+    if validation == 0 or len(dataset.validation_labels):
         return dataset
     labels = dataset.train_labels
     share = validation if validation < 1 else validation / len(labels)

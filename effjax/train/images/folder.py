@@ -1,25 +1,33 @@
 """Reader for a folder of images with one subfolder per class."""
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 
 from ..errors import DataError, check_regular, counted, unreadable
-from .dataset import Dataset, ImageFiles, Images, stratified_split
+from .dataset import Dataset, ImageFiles, stratified_split
 
-EXTENSIONS = frozenset(
-    {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-)
-
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+# Pillow identifies files of these formats, but decodes them only with other programs.
+STUBS = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 IN_MEMORY = 2**31  # bytes of pixels; a larger folder is decoded batch by batch
 
 
 def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_MEMORY) -> Dataset:
-    """Read `path/CLASS/*.png` (and other image formats) as RGB.
+    """Read `path/CLASS/**/*.png` (and all image formats that Pillow decodes) as RGB.
 
-    The folders `train/CLASS/` and `test/CLASS/` (or `val/CLASS/`) are the split, if they exist.
-    Otherwise one image in five of each class, drawn with a fixed seed, is for testing. Files
-    without the suffix of an image format are ignored.
+    The folders `train/CLASS/`, `val/CLASS/` and `test/CLASS/` are the split, if `train` and one of
+    the others exist; without `test`, `val` is the test set. `SPLITS` has further names. Otherwise
+    one image in five of each class, drawn with a fixed seed, is for testing. Images are those of
+    torchvision's `ImageFolder` and in its order, except hidden ones; `left_out` of the result lists
+    the other files.
 
     Args:
         path: The folder.
@@ -31,64 +39,107 @@ def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_M
     Raises:
         DataError: The folder has fewer than two classes, or an image cannot be read.
     """
-    held_out = next((name for name in ("test", "val") if (path / name).is_dir()), None)
-    if held_out is not None and (path / "train").is_dir():
-        classes, test_classes = class_files(path / "train"), class_files(path / held_out)
-        if odd := sorted(classes.keys() ^ test_classes.keys()):
-            raise DataError(
-                f"{path}: class {odd[0]!r:.120} must be in both train/ and {held_out}/, or "
-                "in neither."
-            )
-        train_files, train_labels = _files_and_labels(classes)
-        test_files, test_labels = _files_and_labels(test_classes)
+    splits = find_splits(path)
+    sets: dict[str, tuple[list[Path], np.ndarray]] = {}
+    if splits:
+        classes, _ = class_files(splits["train"])
+        left_out = [entry for entry in path.iterdir() if entry not in splits.values()]
+        for split, folder in splits.items():
+            own, others = class_files(folder)
+            if odd := sorted(classes.keys() ^ own.keys()):
+                raise DataError(
+                    f"{path}: class {odd[0]!r:.120} must be in both {splits['train'].name}/ and "
+                    f"{folder.name}/, or in neither."
+                )
+            sets[split], left_out = _files_and_labels(own), left_out + others
     else:
-        classes = class_files(path, minimum=2)  # one to train and one to test
+        classes, left_out = class_files(path, minimum=2)  # one to train and one to test
         files, labels = _files_and_labels(classes)
-        train, test = stratified_split(labels)
-        train_files, train_labels = [files[i] for i in train], labels[train]
-        test_files, test_labels = [files[i] for i in test], labels[test]
+        for split, indices in zip(("train", "test"), stratified_split(labels), strict=True):
+            sets[split] = [files[i] for i in indices], labels[indices]
 
     decode = ImageDecoder(image_size)
-    train_images: Images = ImageFiles(train_files, decode)
-    test_images: Images = ImageFiles(test_files, decode)
-    num_images = len(train_files) + len(test_files)
-    if num_images * decode(next(iter(classes.values()))[0]).nbytes <= in_memory:
-        train_images = train_images[np.arange(len(train_files))]
-        test_images = test_images[np.arange(len(test_files))]
+    num_bytes = decode(next(iter(classes.values()))[0]).nbytes
+    fits = sum(len(files) for files, _ in sets.values()) * num_bytes <= in_memory
+    arrays: dict[str, Any] = {}
+    for split, (files, labels) in sets.items():
+        images = ImageFiles(files, decode)
+        arrays[f"{split}_images"] = images[np.arange(len(files))] if fits else images
+        arrays[f"{split}_labels"] = labels
     return Dataset(
         name=f"folder:{path}",
-        train_images=train_images,
-        train_labels=train_labels,
-        test_images=test_images,
-        test_labels=test_labels,
+        **arrays,
         class_names=tuple(classes),
         flip=True,
+        left_out=tuple(sorted(str(file.relative_to(path)) for file in left_out)),
     )
 
 
-def class_files(path: Path, minimum: int = 1) -> dict[str, list[Path]]:
-    """List the image files of each class, at least `minimum` of them, sorted by name."""
-    folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+def find_splits(path: Path) -> dict[str, Path]:
+    """Return the folders of the train, validation and test sets; {} if the folder has no split."""
+    splits: dict[str, Path] = {}
+    for folder in sorted(path.iterdir()):
+        split = next((s for s, names in SPLITS.items() if folder.name.lower() in names), None)
+        if split is None or not folder.is_dir():
+            continue
+        if split in splits:
+            raise DataError(
+                f"{path}: {splits[split].name}/ and {folder.name}/ are both {split} sets. Keep one."
+            )
+        splits[split] = folder
+    if "train" not in splits:
+        return {}
+    if len(splits) < 2:
+        if not any(entry.is_dir() for entry in splits["train"].iterdir()):
+            return {}  # a class of this name
+        raise DataError(
+            f"{path}: {splits['train'].name}/ needs test/ or val/ beside it. Rename it if it is a "
+            "class."
+        )
+    return splits if "test" in splits else {"train": splits["train"], "test": splits["validation"]}
+
+
+def class_files(path: Path, minimum: int = 1) -> tuple[dict[str, list[Path]], list[Path]]:
+    """List the image files of each class, at least `minimum` of them, and the other files."""
+    is_class = lambda entry: entry.is_dir() and not entry.name.startswith(".")  # noqa: E731
+    entries = sorted(path.iterdir())
+    folders, left_out = list(filter(is_class, entries)), [e for e in entries if not is_class(e)]
     if len(folders) < 2:
         raise DataError(
             f"{path}: {counted(len(folders), 'class folder')}. Give each of at least "
             "two classes its own folder of images."
         )
-    classes = {
-        folder.name: sorted(
-            file
-            for file in folder.iterdir()
-            if file.suffix.lower() in EXTENSIONS and not file.name.startswith(".")
-        )
-        for folder in folders
-    }
+    suffixes, classes = _image_suffixes(), {}
+    for folder in folders:
+        images = classes[folder.name] = []
+        for file in _walk(folder):
+            is_image = file.suffix.lower() in suffixes and not file.name.startswith(".")
+            (images if is_image else left_out).append(file)
     for name, files in classes.items():
         if len(files) < minimum:
             raise DataError(
                 f"{path / name}: {counted(len(files), 'image')}, but a class needs at least "
                 f"{minimum}. Add images or remove the folder."
             )
-    return classes
+    return classes, left_out
+
+
+def _image_suffixes() -> set[str]:
+    from PIL import Image
+
+    Image.init()  # knows the suffixes of all formats
+    formats = Image.OPEN.keys() - STUBS
+    return {s for s, name in Image.registered_extensions().items() if name in formats}
+
+
+def _walk(folder: Path) -> Iterable[Path]:
+    """List all files in the order of `ImageFolder`: a folder's before those of its subfolders."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    for root, _, files in sorted(os.walk(folder, onerror=fail, followlinks=True)):
+        yield from (Path(root, file) for file in sorted(files))
 
 
 def _files_and_labels(classes: dict[str, list[Path]]) -> tuple[list[Path], np.ndarray]:

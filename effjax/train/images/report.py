@@ -16,6 +16,9 @@ def describe(task: ImageTask) -> list[str]:
         f"{data.name}: {train} train{held_out} and {len(data.test_images)} test images of "
         f"{height}×{width}×{channels} in {len(data.class_names)} classes"
     ]
+    if names := data.left_out:
+        shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+        lines.append(f"left out, because not images of a class ({len(names)}): {shown}")
     if left_out := train % config.batch_size:
         lines.append(
             f"an epoch is {counted(task.steps_per_unit, 'step')} and leaves out "

@@ -10,6 +10,7 @@ from effjax.train.images.dataset import (
     hold_out,
     stratified_split,
 )
+from effjax.train.images.folder import class_files
 from effjax.train.images.load import load_dataset
 from tests.train.images import archives
 
@@ -103,6 +104,69 @@ def test_folder_with_train_and_val(tmp_path):
     assert data.train_labels.tolist() == [0, 0, 0, 1, 1]
     assert data.test_labels.tolist() == [0, 1, 1]
     assert data.class_names == ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [("train", "val"), ("Train", "Test"), ("training", "testing"), ("TRAIN", "valid"),
+     ("train", "Validation"), ("train", "dev")],
+)  # fmt: skip
+def test_names_of_splits(tmp_path, train, test):
+    archives.write_images(tmp_path / train, {"cat": 3, "dog": 2})
+    archives.write_images(tmp_path / test, {"cat": 1, "dog": 2})
+    data = load_dataset(f"folder:{tmp_path}")
+    assert data.class_names == ("cat", "dog") and not data.left_out
+    assert (len(data.train_labels), data.test_labels.tolist()) == (5, [0, 1, 1])
+
+
+def test_folder_with_three_sets(tmp_path):
+    """The validation images are those of the folder, whatever the share."""
+    for folder, count in ("train", 10), ("val", 2), ("test", 3), ("spare", 1):
+        archives.write_images(tmp_path / folder, {"cat": count, "dog": 1})
+    for size in 2**20, 0:
+        data = hold_out(load_dataset(f"folder:{tmp_path}", in_memory=size), 0.5)
+        parts = data.train_images, data.validation_images, data.test_images
+        assert [len(images) for images in parts] == [11, 3, 4]
+        assert data.validation_labels.tolist() == [0, 0, 1]
+        assert data.left_out == ("spare",)
+    archives.write_images(tmp_path / "valid", {"cat": 1, "dog": 1})
+    with pytest.raises(DataError, match="val/ and valid/ are both validation sets. Keep one"):
+        load_dataset(f"folder:{tmp_path}")
+
+
+def test_train_folder_alone(tmp_path):
+    """It may be a class, but not one of a folder whose test set has an unknown name."""
+    archives.write_images(tmp_path, {"car": 2, "train": 2})
+    assert load_dataset(f"folder:{tmp_path}").class_names == ("car", "train")
+    for folder in "train", "holdout":
+        archives.write_images(tmp_path / "sets" / folder, {"cat": 2, "dog": 2})
+    with pytest.raises(DataError, match="train/ needs test/ or val/ beside it. Rename it if"):
+        load_dataset(f"folder:{tmp_path}/sets")
+
+
+def test_images_are_those_of_torchvision(tmp_path):
+    """`ImageFolder` reads subfolders and links to folders, in this order. Pillow reads more."""
+    pil = pytest.importorskip("PIL.Image")
+    files = "2.PNG", "3.jpeg", "3.webp", "4.jfif", "5.jp2", "6.tga", "more/1.png", "more/x/0.bmp"
+    for value, name in enumerate([*files, "clip.mpeg", "notes.txt", ".hidden.png"]):
+        for folder in tmp_path / "cat", tmp_path / "dog":
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            if name in files:
+                pil.new("RGB", (4, 4), (value * 20,) * 3).save(folder / name)
+            else:
+                (folder / name).touch()
+    (tmp_path / "dog" / "linked").symlink_to(tmp_path / "cat" / "more")
+    (tmp_path / "README").touch()
+    classes, left_out = class_files(tmp_path)
+    names = [str(file.relative_to(tmp_path / "dog")) for file in classes["dog"]]
+    assert names == [*files[:6], "linked/1.png", "linked/x/0.bmp", *files[6:]]
+    ignored = {f"{folder}/{name}" for folder in ("cat", "dog")
+               for name in ("clip.mpeg", "notes.txt", ".hidden.png")}  # fmt: skip
+    assert {str(file.relative_to(tmp_path)) for file in left_out} == ignored | {"README"}
+    data = load_dataset(f"folder:{tmp_path}")
+    assert len(data.train_labels) + len(data.test_labels) == 18
+    means = np.concatenate([data.train_images, data.test_images]).mean((1, 2, 3))
+    assert len(np.unique(means.round(-1))) == 8  # all formats are decoded
 
 
 def test_folder_without_split(tmp_path):
