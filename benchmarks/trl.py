@@ -199,5 +199,5 @@ def write_adapter(base: Path, folder: Path) -> Any:
         r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     model = peft.get_peft_model(model, config)
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return model
