@@ -111,6 +111,18 @@ def test_batch_norm_page_reduces_gradients():
     np.testing.assert_allclose(names["grads"], expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_average_of_parameters_moves(dtype):
+    """Check docs/guides/accumulation_and_ema.md for 200 updates from 1 towards parameters of 2."""
+    names = run_page(ROOT / "docs" / "guides" / "accumulation_and_ema.md")
+    layers = lambda value: effjax.to_host({"kernel": jnp.full((2, 4, 4), value, dtype)})  # noqa: E731
+    average = names["start_average"](layers(1))
+    for _ in range(200):
+        average = names["update_average"](average, layers(2))
+    expected = 2 - (1 - names["FACTOR"]) ** 200
+    np.testing.assert_allclose(np.asarray(average["kernel"]), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_style_of_code(page):
     for language in ("python", "bash", "sh", "text", "math"):
