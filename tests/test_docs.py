@@ -83,6 +83,24 @@ def test_python_blocks_run(page, capsys):
     run_page(page)
 
 
+def makes_mesh(page):
+    """Return True if the code of a page makes a mesh with JAX's default axes."""
+    return any("jax.make_mesh(" in code for _, code in blocks(page, "python"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", list(filter(makes_mesh, PAGES)), ids=lambda page: page.stem)
+def test_python_blocks_run_over_auto_axes(page, monkeypatch, capsys):
+    """The test above runs them as they are, over Explicit axes."""
+    make_mesh, auto = jax.make_mesh, jax.sharding.AxisType.Auto
+    assert make_mesh((1,), ("i",)).axis_types == (jax.sharding.AxisType.Explicit,)
+    monkeypatch.setattr(
+        jax, "make_mesh",
+        lambda shape, names, **options: make_mesh(shape, names, (auto,) * len(names), **options),
+    )  # fmt: skip
+    run_page.__wrapped__(page)
+
+
 def test_readme_blocks_run_separately(capsys):
     for line, code in blocks(README, "python")[1:]:
         if can_run(code):
@@ -130,6 +148,7 @@ def test_style_of_code(page):
             wide = [row for row in block.splitlines() if len(row) > 85]
             assert not wide, f"{page.name}, block at line {line}"
     code = "".join(block for _, block in blocks(page, "python"))
+    assert "Explicit" in page.read_text() or not makes_mesh(page), "name the axes of the mesh"
     assert "AxisType.Auto" not in code and "sharding.Mesh(" not in code, "use explicit meshes"
     assert page.stem == "pmap" or "jax.pmap(" not in code, "pmap has a page of its own"
 
