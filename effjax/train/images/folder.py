@@ -1,9 +1,8 @@
 """Reader for a folder of images with one subfolder per class."""
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -26,8 +25,7 @@ def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_M
     The folders `train/CLASS/`, `val/CLASS/` and `test/CLASS/` are the split, if `train` and one of
     the others exist; without `test`, `val` is the test set. `SPLITS` has further names. Otherwise
     one image in five of each class, drawn with a fixed seed, is for testing. Images are those of
-    torchvision's `ImageFolder` and in its order, except hidden ones; `left_out` of the result lists
-    the other files.
+    torchvision's `ImageFolder` except hidden ones; `left_out` of the result lists the other files.
 
     Args:
         path: The folder.
@@ -78,19 +76,16 @@ def load_folder(path: Path, image_size: int | None = None, in_memory: int = IN_M
 def find_splits(path: Path) -> dict[str, Path]:
     """Return the folders of the train, validation and test sets; {} if the folder has no split."""
     splits: dict[str, Path] = {}
-    for folder in sorted(path.iterdir()):
-        split = next((s for s, names in SPLITS.items() if folder.name.lower() in names), None)
-        if split is None or not folder.is_dir():
-            continue
-        if split in splits:
-            raise DataError(
-                f"{path}: {splits[split].name}/ and {folder.name}/ are both {split} sets. Keep one."
-            )
-        splits[split] = folder
+    for folder in list_entries(path)[0]:
+        for split in (split for split, names in SPLITS.items() if folder.name.lower() in names):
+            if (first := splits.setdefault(split, folder)) != folder:
+                raise DataError(
+                    f"{path}: {first.name}/ and {folder.name}/ are both {split} sets. Keep one."
+                )
     if "train" not in splits:
         return {}
-    if len(splits) < 2:
-        if not any(entry.is_dir() for entry in splits["train"].iterdir()):
+    if len(splits) == 1:
+        if not list_entries(splits["train"])[0]:
             return {}  # a class of this name
         raise DataError(
             f"{path}: {splits['train'].name}/ needs test/ or val/ beside it. Rename it if it is a "
@@ -101,9 +96,7 @@ def find_splits(path: Path) -> dict[str, Path]:
 
 def class_files(path: Path, minimum: int = 1) -> tuple[dict[str, list[Path]], list[Path]]:
     """List the image files of each class, at least `minimum` of them, and the other files."""
-    is_class = lambda entry: entry.is_dir() and not entry.name.startswith(".")  # noqa: E731
-    entries = sorted(path.iterdir())
-    folders, left_out = list(filter(is_class, entries)), [e for e in entries if not is_class(e)]
+    folders, left_out = list_entries(path)
     if len(folders) < 2:
         raise DataError(
             f"{path}: {counted(len(folders), 'class folder')}. Give each of at least "
@@ -112,13 +105,12 @@ def class_files(path: Path, minimum: int = 1) -> tuple[dict[str, list[Path]], li
     suffixes, classes = _image_suffixes(), {}
     for folder in folders:
         images = classes[folder.name] = []
-        for file in _walk(folder):
+        for file in _list_files(folder):
             is_image = file.suffix.lower() in suffixes and not file.name.startswith(".")
             (images if is_image else left_out).append(file)
-    for name, files in classes.items():
-        if len(files) < minimum:
+        if len(images) < minimum:
             raise DataError(
-                f"{path / name}: {counted(len(files), 'image')}, but a class needs at least "
+                f"{folder}: {counted(len(images), 'image')}, but a class needs at least "
                 f"{minimum}. Add images or remove the folder."
             )
     return classes, left_out
@@ -132,14 +124,19 @@ def _image_suffixes() -> set[str]:
     return {s for s, name in Image.registered_extensions().items() if name in formats}
 
 
-def _walk(folder: Path) -> Iterable[Path]:
-    """List all files in the order of `ImageFolder`: a folder's before those of its subfolders."""
+def list_entries(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return the folders in a folder, and its files and hidden folders, sorted by name."""
+    folders, others = [], []
+    with os.scandir(path) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            is_folder = entry.is_dir() and not entry.name.startswith(".")
+            (folders if is_folder else others).append(Path(entry))
+    return folders, others
 
-    def fail(error: OSError) -> NoReturn:
-        raise error
 
-    for root, _, files in sorted(os.walk(folder, onerror=fail, followlinks=True)):
-        yield from (Path(root, file) for file in sorted(files))
+def _list_files(path: Path) -> list[Path]:
+    folders, files = list_entries(path)
+    return files + [file for folder in folders for file in _list_files(folder)]
 
 
 def _files_and_labels(classes: dict[str, list[Path]]) -> tuple[list[Path], np.ndarray]:

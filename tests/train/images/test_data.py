@@ -145,10 +145,10 @@ def test_train_folder_alone(tmp_path):
 
 
 def test_images_are_those_of_torchvision(tmp_path):
-    """`ImageFolder` reads subfolders and links to folders, in this order. Pillow reads more."""
+    """`ImageFolder` reads subfolders and links to folders. Pillow reads more formats."""
     pil = pytest.importorskip("PIL.Image")
     files = "2.PNG", "3.jpeg", "3.webp", "4.jfif", "5.jp2", "6.tga", "more/1.png", "more/x/0.bmp"
-    for value, name in enumerate([*files, "clip.mpeg", "notes.txt", ".hidden.png"]):
+    for value, name in enumerate([*files, "clip.mpeg", "notes.txt", ".hidden.png", ".cache/0.png"]):
         for folder in tmp_path / "cat", tmp_path / "dog":
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             if name in files:
@@ -161,7 +161,7 @@ def test_images_are_those_of_torchvision(tmp_path):
     names = [str(file.relative_to(tmp_path / "dog")) for file in classes["dog"]]
     assert names == [*files[:6], "linked/1.png", "linked/x/0.bmp", *files[6:]]
     ignored = {f"{folder}/{name}" for folder in ("cat", "dog")
-               for name in ("clip.mpeg", "notes.txt", ".hidden.png")}  # fmt: skip
+               for name in ("clip.mpeg", "notes.txt", ".hidden.png", ".cache")}  # fmt: skip
     assert {str(file.relative_to(tmp_path)) for file in left_out} == ignored | {"README"}
     data = load_dataset(f"folder:{tmp_path}")
     assert len(data.train_labels) + len(data.test_labels) == 18
