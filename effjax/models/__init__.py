@@ -9,6 +9,7 @@ from .decoder_config import DecoderConfig as DecoderConfig
 from .decoder_config import LinearRopeScaling as LinearRopeScaling
 from .decoder_config import Llama3RopeScaling as Llama3RopeScaling
 from .decoder_config import LongRopeScaling as LongRopeScaling
+from .decoder_config import YarnRopeScaling as YarnRopeScaling
 from .decoder_module import Decoder as Decoder
 from .densenet import DenseNet as DenseNet
 from .densenet import densenet40_12 as densenet40_12

@@ -5,7 +5,6 @@ names after ``model.layers.N.``, stacked over the layers: ``"self_attn.q_proj.we
 ``[L, out, in]``. `others` is a flat dict of the names outside the layers.
 """
 
-import dataclasses
 import functools
 import math
 import zlib
@@ -38,6 +37,7 @@ from .decoder_config import (
     DecoderConfig,
     LinearRopeScaling,
     LongRopeScaling,
+    YarnRopeScaling,
     check_config,
     check_dropout,
     parse_settings,
@@ -192,7 +192,7 @@ def decoder_functions(
         init, step = offload_train_step(*decoder_functions(config), tx, weighted_loss=True)
 
     * ``embed(others, batch, key) -> x`` returns a dict: "hidden" `[N, T, hidden_size]`, and the
-      batch's positions and segment ids.
+      batch's positions and segment ids, with a `LongRopeScaling` also the lengths of the segments.
     * ``layer(params, x, key) -> x`` takes the parameters of one layer. With the arrays of a LoRA
       adapter among them, named as by `effjax.convert.load_adapter`, a linear layer computes
       ``W x + lora_scale * B (A dropout(x))``. Without a key, nothing is dropped. With one, a
@@ -209,7 +209,7 @@ def decoder_functions(
     * "weights", optional: the weights of the tokens' losses, numbers or booleans. By default all
       weights are 1;
     * "positions", optional: integers, by default ``arange(T)``. Those of packed sequences begin at
-      0 in each document;
+      0 in each document. With a `LongRopeScaling`, the largest of a segment decides its factors;
     * "segment_ids", optional: integers, by default all equal. Tokens attend to tokens of the same
       id only.
 
@@ -278,10 +278,28 @@ def _embed(
     x = {"hidden": hidden, "positions": positions}
     if batch.get("segment_ids") is not None:
         x["segment_ids"] = batch["segment_ids"]
+    if isinstance(config.rope_scaling, LongRopeScaling):
+        x["lengths"] = _segment_lengths(positions, x.get("segment_ids"))
     if config.layers_differ:
         # The number of the layer, for each row, because all arrays of x are split into rows.
         x["layer"] = jnp.zeros_like(tokens[:, 0], jnp.int32)
     return x
+
+
+def _segment_lengths(positions: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """Return the largest position + 1 of the segment of each token [N, T]."""
+    if segment_ids is None:
+        return jnp.broadcast_to(jnp.max(positions, 1, keepdims=True) + 1, positions.shape)
+    if explicit_axes(positions):  # which the search does not support
+        is_same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        return jnp.max(positions[:, None, :] + 1, 2, where=is_same, initial=0)
+
+    # Comparing all pairs of tokens stores [N, T, T] on CPUs.
+    def of_row(positions: jax.Array, ids: jax.Array) -> jax.Array:
+        first = jnp.searchsorted(jnp.sort(ids), ids)  # of each id in the sorted ones
+        return jnp.zeros_like(positions).at[first].max(positions + 1)[first]
+
+    return jax.vmap(of_row)(positions, segment_ids)
 
 
 def _take_rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -577,23 +595,24 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 # Of the R channels of a head that rotate, channels j and R/2 + j form a 2-vector, rotated at
 # position t by the angle t * f[j], f[j] = rope_theta^(-2j/R). Llama 3.1 divides a frequency by
 # `factor` if it turns less than `low_freq_factor` times in the original length, keeps it if it
-# turns more than `high_freq_factor` times, and interpolates between. Layers without rotary
-# embeddings have frequencies of 0, so that all layers run one program.
+# turns more than `high_freq_factor` times, and interpolates between. YaRN interpolates between the
+# channels that turn `beta_fast` and `beta_slow` times. Layers without rotary embeddings have
+# frequencies of 0, so that all layers run one program.
 
 
-def _rotary_frequencies(config: DecoderConfig, length: int) -> np.ndarray:
+def _rotary_frequencies(config: DecoderConfig, is_long: bool = False) -> np.ndarray:
     """Return the frequencies in radians per position, float64.
 
     Args:
         config: the configuration.
-        length: the length of a row.
+        is_long: whether a `LongRopeScaling` has its long factors.
 
     Returns:
         [L, R/2], or [1, R/2] if those of all layers are equal.
     """
     # In float64, because positions multiply the error of a power.
     exponents = np.arange(0, config.rotary_dim, 2) / config.rotary_dim
-    frequencies = _scale_frequencies(config, config.rope_theta**-exponents, length)
+    frequencies = _scale_frequencies(config, config.rope_theta**-exponents, is_long)
     rows = [frequencies] * config.num_hidden_layers
     if config.rope_local_base_freq is not None:
         local = config.rope_local_base_freq**-exponents
@@ -603,42 +622,70 @@ def _rotary_frequencies(config: DecoderConfig, length: int) -> np.ndarray:
     return np.stack(rows if config.layers_differ else rows[:1])
 
 
-def _scale_frequencies(config: DecoderConfig, frequencies: np.ndarray, length: int) -> np.ndarray:
+def _scale_frequencies(config: DecoderConfig, frequencies: np.ndarray, is_long: bool) -> np.ndarray:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
     if isinstance(scaling, LinearRopeScaling):
         return frequencies / scaling.factor
     if isinstance(scaling, LongRopeScaling):
-        is_long = length > scaling.original_max_position_embeddings
         return frequencies / np.array(scaling.long_factor if is_long else scaling.short_factor)
+    if isinstance(scaling, YarnRopeScaling):
+        kept = 1 - _yarn_ramp(config, scaling)
+        return frequencies * (kept + (1 - kept) / scaling.factor)
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def with_length(config: DecoderConfig, length: int) -> DecoderConfig:
-    """Return the configuration whose rotary frequencies are those of rows of this length."""
-    scaling = config.rope_scaling
-    if not isinstance(scaling, LongRopeScaling):
-        return config
-    is_long = length > scaling.original_max_position_embeddings
-    factors = scaling.long_factor if is_long else scaling.short_factor
-    scaling = dataclasses.replace(scaling, short_factor=factors, long_factor=factors)
-    return dataclasses.replace(config, rope_scaling=scaling)
+def _attention_factors(config: DecoderConfig) -> np.ndarray:
+    """Return the factors of cosines and sines [L, 1], or [1, 1] if layers do not differ."""
+    # Layers with a base of their own, and those that do not rotate, are not scaled.
+    is_scaled = np.ones(config.num_hidden_layers, bool)
+    if config.rope_local_base_freq is not None:
+        is_scaled &= [window is None for window in config.windows]
+    if config.no_rope_layers is not None:
+        is_scaled &= np.array(config.no_rope_layers, bool)
+    factors = np.where(is_scaled, getattr(config.rope_scaling, "attention_factor", 1.0), 1.0)
+    return factors[: None if config.layers_differ else 1, None]
+
+
+def _yarn_ramp(config: DecoderConfig, scaling: YarnRopeScaling) -> np.ndarray:
+    """Return 0 for frequencies that are kept, to 1 for those that are divided [R/2]."""
+
+    def channel(turns: float) -> float:  # which turns this many times in the original length
+        ratio = scaling.original_max_position_embeddings / (2 * math.pi * turns)
+        return config.rotary_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.rotary_dim - 1)
+    last += 0.001 * (first == last)  # as in transformers
+    return np.clip((np.arange(config.rotary_dim // 2) - first) / (last - first), 0, 1)
 
 
 def _rotation(config: DecoderConfig, x: Params, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the cosine and sine of the angles [N, T, 1, R/2], times the factor of long rows."""
-    positions, factor = x["positions"], 1.0
-    table = jnp.asarray(_rotary_frequencies(config, positions.shape[1]), dtype)
-    frequencies = table[0] if len(table) == 1 else _take_rows(table, x["layer"])
-    frequencies = frequencies.reshape(-1, 1, 1, table.shape[1])
-    if isinstance(config.rope_scaling, LongRopeScaling):
-        factor = config.rope_scaling.attention_factor
+    """Return the cosine and sine of the angles [N, T, 1, R/2], times the attention factor."""
+
+    def of_layer(rows: np.ndarray) -> jax.Array:
+        table = jnp.asarray(rows, dtype)
+        row = table[0] if len(table) == 1 else _take_rows(table, x["layer"])
+        return row.reshape(-1, 1, 1, table.shape[1])
+
+    positions, scaling = x["positions"], config.rope_scaling
+    frequencies = of_layer(_rotary_frequencies(config))
+    if isinstance(scaling, LongRopeScaling):
+        is_long = x["lengths"][:, :, None, None] > scaling.original_max_position_embeddings
+        long = of_layer(_rotary_frequencies(config, is_long=True))
+        frequencies = jnp.where(is_long, long, frequencies)
     angles = positions[:, :, None, None].astype(dtype) * frequencies
-    return _scaled(jnp.cos(angles), factor), _scaled(jnp.sin(angles), factor)
+    cos, sin, factors = jnp.cos(angles), jnp.sin(angles), _attention_factors(config)
+    if (factors == 1).all():
+        return cos, sin
+    factor = of_layer(factors)
+    return cos * factor, sin * factor
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -165,12 +165,12 @@ class LongRopeScaling:
     """Scaling of the rotary frequencies of Phi 3 and 4; the names are config.json's.
 
     Attributes:
-        short_factor: divisors of the frequencies, for rows of at most
-            `original_max_position_embeddings` positions.
-        long_factor: those for longer rows.
-        original_max_position_embeddings: the longest row with short factors. The length of a row is
-            that of its arrays, and in generation the prompts with `max_new_tokens`.
-        attention_factor: factor of the rotated queries and keys.
+        short_factor: divisors of the frequencies, for sequences of at most
+            `original_max_position_embeddings` tokens.
+        long_factor: those for longer sequences.
+        original_max_position_embeddings: the longest sequence with short factors. The length of a
+            sequence is its largest position + 1, and in generation grows with each token.
+        attention_factor: factor of the rotated queries and keys, of any length.
     """
 
     short_factor: tuple[float, ...]
@@ -186,9 +186,45 @@ class LongRopeScaling:
             _as_positive(name, getattr(self, name))
 
 
-RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling
+@dataclasses.dataclass(frozen=True)
+class YarnRopeScaling:
+    """Scaling of the rotary frequencies by YaRN; the names are config.json's.
+
+    Attributes:
+        factor: divisor of the low frequencies.
+        original_max_position_embeddings: the length in which turns are counted.
+        beta_fast: frequencies of at least this many turns are kept.
+        beta_slow: those of at most this many turns are divided, and others interpolated.
+        attention_factor: factor of the rotated queries and keys.
+        truncate: whether the range of interpolated frequencies is rounded to whole channels.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[:-1]:
+            _as_positive(field.name, getattr(self, field.name))
+        check_instance("truncate", self.truncate, bool, "a bool")
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"`beta_fast` (={self.beta_fast}) must be at least `beta_slow` (={self.beta_slow})."
+            )
+
+
+RopeScaling = Llama3RopeScaling | LinearRopeScaling | LongRopeScaling | YarnRopeScaling
 _SCALINGS: dict[str, type[RopeScaling]] = {
     "llama3": Llama3RopeScaling, "linear": LinearRopeScaling, "longrope": LongRopeScaling,
+    "yarn": YarnRopeScaling,
+}  # fmt: skip
+# Keys of yarn in config.json that are no fields: the factor is made of some, and one has no effect.
+_YARN_KEYS = {
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim",
+    "finetuned",
 }  # fmt: skip
 
 
@@ -286,7 +322,7 @@ class DecoderConfig:
             "rope_scaling",
             self.rope_scaling,
             RopeScaling | None,
-            "a Llama3RopeScaling, LinearRopeScaling, LongRopeScaling or None",
+            "a Llama3RopeScaling, LinearRopeScaling, LongRopeScaling, YarnRopeScaling or None",
         )
         if self.sliding_window is not None:
             self._set("sliding_window", as_integer("sliding_window", self.sliding_window, 1))
@@ -388,7 +424,7 @@ class DecoderConfig:
             settings = read_json_object(path, "a config.json")
         try:
             return _parse(settings)
-        except (TypeError, OverflowError, RecursionError) as error:  # for any content of a file
+        except (TypeError, ArithmeticError, RecursionError) as error:  # for any content of a file
             raise ValueError(f"config.json is invalid: {error!s:.200}") from error
 
     def to_json(self) -> dict[str, Any]:
@@ -401,10 +437,12 @@ class DecoderConfig:
         if (scaling := self.rope_scaling) is not None:
             kind = next(kind for kind, form in _SCALINGS.items() if isinstance(scaling, form))
             fields["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
-        if isinstance(scaling, LongRopeScaling) and self.model_type == "phi3":
+        original = "original_max_position_embeddings"
+        if isinstance(scaling, LongRopeScaling | YarnRopeScaling) and (
+            self.model_type == "phi3" or original in settings
+        ):
             # transformers prefers this key to that of `rope_scaling`.
-            original = scaling.original_max_position_embeddings
-            settings["original_max_position_embeddings"] = original
+            settings[original] = scaling.original_max_position_embeddings
         fields["torch_dtype"] = fields.pop("dtype")
         names = {"architectures": [family.architecture], family.activation_key: family.activation}
         return json.loads(json.dumps({**names, **settings, **fields}))  # lists for tuples
@@ -579,7 +617,10 @@ def _parse_rope(family: Family, settings: dict[str, Any]) -> dict[str, Any]:
     is_partial = fields["partial_rotary_factor"] not in (None, 1)
     if is_partial and "partial_rotary_factor" not in family.options:
         kind = f"{kind} with partial_rotary_factor"
-    fields["rope_scaling"] = _parse_scaling("longrope" if kind == "su" else kind, rope, settings)
+    # Early configurations of Phi 3 name it otherwise.
+    if kind == "su" or (kind == "yarn" and family.architecture == "Phi3ForCausalLM"):
+        kind = "longrope"
+    fields["rope_scaling"] = _parse_scaling(kind, rope, settings)
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -595,23 +636,46 @@ def _parse_scaling(
             f"`rope_type` (={kind!r:.80}) of config.json must be one of {known}; others are not "
             "supported."
         )
-    longest = settings.get("max_position_embeddings")
-    original = rope.get("original_max_position_embeddings", longest)
-    if kind == "longrope":
+    longest: Any = settings.get("max_position_embeddings")
+    original: Any = rope.get("original_max_position_embeddings", longest)
+    if kind in ("longrope", "yarn"):
         original = settings.get("original_max_position_embeddings", original)
-        if rope.get("attention_factor") is None:
-            # LongRoPE's sqrt(1 + ln s / ln L) for rows s times as long as the original L: with more
-            # tokens, scores must be larger for attention to stay as sharp.
-            factor = rope.get("factor")
-            factor = longest / original if factor is None else factor
-            root = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-            rope["attention_factor"] = root
+    if kind == "yarn":
+        _complete_yarn(rope, longest, original)
+    if kind == "longrope" and rope.get("attention_factor") is None:
+        # LongRoPE's sqrt(1 + ln s / ln L) for rows s times as long as the original L: with more
+        # tokens, scores must be larger for attention to stay as sharp.
+        factor = rope.get("factor")
+        factor = longest / original if factor is None else factor
+        root = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        rope["attention_factor"] = root
     rope["original_max_position_embeddings"] = original
     names = [f.name for f in dataclasses.fields(_SCALINGS[kind])]
     for name in names:
         if rope.get(name) is None:
             raise ValueError(f"The {kind} scaling of config.json lacks `{name}`.")
     return _SCALINGS[kind](*(rope[name] for name in names))
+
+
+def _complete_yarn(rope: dict[str, Any], longest: Any, original: Any) -> None:
+    """Write the values that config.json may lack to `rope`, as transformers computes them."""
+    names = {field.name for field in dataclasses.fields(YarnRopeScaling)}
+    if unknown := sorted(rope.keys() - names - _YARN_KEYS):
+        raise ValueError(
+            f"`{unknown[0]}` (={rope[unknown[0]]!r:.80}) of the yarn scaling of config.json is not "
+            "supported."
+        )
+    # null means the default.
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    rope |= {name: value for name, value in defaults.items() if rope.get(name) is None}
+    if rope.get("factor") is None:
+        rope["factor"] = longest / original
+    if rope.get("attention_factor") is None:
+        growth = 0.1 * math.log(max(_as_positive("factor", rope["factor"]), 1))
+        above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+        if not (above and below):
+            above, below = 1.0, 0.0
+        rope["attention_factor"] = (above * growth + 1) / (below * growth + 1)
 
 
 def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:

@@ -31,9 +31,8 @@ from .decoder import (
     decoder_logits,
     decoder_shapes,
     window_of_layer,
-    with_length,
 )
-from .decoder_config import DecoderConfig, check_config
+from .decoder_config import DecoderConfig, LongRopeScaling, check_config
 
 CACHES = "keys_cache", "values_cache"  # names in the input of a layer
 
@@ -75,6 +74,7 @@ class State(NamedTuple):
     prompt_lengths: jax.Array  # [N]
     keys: jax.Array  # [N], PRNG keys
     caches: Params  # of `CACHES`: [L, N, S, kv_heads, head_dim]
+    prompts: Any  # [N, T], only if the frequencies of a row can change while it grows
 
 
 def generate(
@@ -98,7 +98,8 @@ def generate(
     Runs the prompts once, and then the layers on one token of each row at a time, with the keys and
     values of all tokens before it in a cache. The cache takes 2 × L × N × (T + max_new_tokens) ×
     num_key_value_heads × head_dim numbers on the device. Generation ends early if all rows have
-    reached a stop token.
+    reached a stop token. With a `LongRopeScaling`, a row that grows beyond the original length is
+    computed again, with the long factors.
 
     The function is compiled for each shape and combination of options. It can be called inside
     ``jax.jit``; for layers in host memory, inside `effjax.offload_jit`.
@@ -211,16 +212,16 @@ def start(
         prompt_lengths=lengths,
         keys=jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n)),
         caches={name: jnp.zeros(shape, options.dtype) for name in CACHES},
+        prompts=tokens if num_slots > _longest_short_row(config) else None,
     )
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, x: Params) -> tuple[jax.Array, Params]:
-        y, x = attend_to_tokens(config, None, q, k, v, x)
-        return y, _write_caches(x, k, v)
-
     # Keys and values of padding are written too. A generated token overwrites them before any
     # token attends to its slot.
     positions = jnp.broadcast_to(jnp.arange(t), (n, t))
-    x, state = _run_layers(config, options, attend, state, layers, others, tokens, positions)
+    attend = functools.partial(_attend_to_prompts, config)
+    x, caches = _run_layers(
+        config, options, attend, state.caches, layers, others, tokens, positions, lengths
+    )
+    state = state._replace(caches=caches)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], 1)
     return _append(options, state, decoder_logits(config, others, last)[:, 0])
 
@@ -229,11 +230,63 @@ def advance(
     config: DecoderConfig, options: Options, state: State, layers: Params, others: Params
 ) -> State:
     """Generate the next token of each row."""
+    if state.prompts is not None:
+        state = _rotate_again(config, options, state, layers, others)
     last = lax.dynamic_index_in_dim(state.tokens, state.count - 1, 1)
     positions = (state.prompt_lengths + state.count - 1)[:, None]
     attend = functools.partial(_attend_with_cache, config)
-    x, state = _run_layers(config, options, attend, state, layers, others, last, positions)
+    x, caches = _run_layers(config, options, attend, state.caches, layers, others, last, positions)
+    state = state._replace(caches=caches)
     return _append(options, state, decoder_logits(config, others, x)[:, 0])
+
+
+def _longest_short_row(config: DecoderConfig) -> float:
+    """Return the number of tokens from which on a row has other frequencies."""
+    scaling = config.rope_scaling
+    is_long = isinstance(scaling, LongRopeScaling)
+    return scaling.original_max_position_embeddings if is_long else math.inf
+
+
+def _rotate_again(
+    config: DecoderConfig, options: Options, state: State, layers: Params, others: Params
+) -> State:
+    """Compute the caches of rows anew whose frequencies change with their last token."""
+    # As Phi 3 of transformers does. One row at a time: its neighbors need not change theirs, and
+    # the activations of so many tokens of all rows may not fit.
+    size = int(_longest_short_row(config))
+
+    def run(carry: tuple[jax.Array, Params]) -> tuple[jax.Array, Params]:
+        changes, caches = carry
+        row, slots = jnp.argmax(changes), jnp.arange(size)
+        length = state.prompt_lengths[row]
+        prompt, new = state.prompts[row], state.tokens[row]
+        tokens = jnp.where(
+            slots < length,
+            prompt[jnp.minimum(slots, len(prompt) - 1)],
+            new[jnp.clip(slots - length, 0, len(new) - 1)],
+        )
+        one = {name: lax.dynamic_slice_in_dim(a, row, 1, 1) for name, a in caches.items()}
+        attend = functools.partial(_attend_to_prompts, config)
+        _, one = _run_layers(
+            config, options, attend, one, layers, others, tokens[None], slots[None],
+            jnp.full(1, size + 1),
+        )  # fmt: skip
+        caches = {
+            name: lax.dynamic_update_slice_in_dim(a, one[name], row, 1)
+            for name, a in caches.items()
+        }
+        return changes.at[row].set(False), caches
+
+    changes = (state.prompt_lengths + state.count == size + 1) & ~state.is_done
+    _, caches = lax.while_loop(lambda carry: carry[0].any(), run, (changes, state.caches))
+    return state._replace(caches=caches)
+
+
+def _attend_to_prompts(
+    config: DecoderConfig, q: jax.Array, k: jax.Array, v: jax.Array, x: Params
+) -> tuple[jax.Array, Params]:
+    y, x = attend_to_tokens(config, None, q, k, v, x)
+    return y, _write_caches(x, k, v)
 
 
 def _attend_with_cache(
@@ -254,19 +307,23 @@ def _run_layers(
     config: DecoderConfig,
     options: Options,
     attend: Attend,
-    state: State,
+    caches: Params,
     layers: Params,
     others: Params,
     tokens: jax.Array,
     positions: jax.Array,
-) -> tuple[jax.Array, State]:
-    """Return the last layer's output [N, T, hidden_size], and the state with its new caches."""
-    # Rows have the length of the caches from the first token on, which selects long frequencies.
-    config = with_length(config, state.caches[CACHES[0]].shape[2])
+    lengths: jax.Array | None = None,
+) -> tuple[jax.Array, Params]:
+    """Return the last layer's output [N, T, hidden_size], and the new caches.
+
+    `lengths` [N] are those of the rows, by default up to the last position.
+    """
     embed = decoder_functions(config, dtype=options.dtype).embed
     x = embed(others, {"tokens": tokens, "positions": positions})
+    if lengths is not None and "lengths" in x:
+        x["lengths"] = jnp.broadcast_to(lengths[:, None], tokens.shape)
     # The caches are carried from layer to layer, so that each layer updates them in place.
-    x |= {"layer": jnp.int32(0), **state.caches}
+    x |= {"layer": jnp.int32(0), **caches}
 
     def layer(params: Params, x: Params, key: Any = None) -> Params:
         return apply_layer(config, attend, None, Lora(options.lora_scale), params, x)
@@ -275,7 +332,7 @@ def _run_layers(
         x = offload_scan(layer, layers, x)
     else:
         x, _ = lax.scan(lambda x, params: (layer(params, x), None), x, layers)
-    return x["hidden"], state._replace(caches={name: x[name] for name in CACHES})
+    return x["hidden"], {name: x[name] for name in CACHES}
 
 
 def _write_caches(x: Params, k: jax.Array, v: jax.Array) -> Params:

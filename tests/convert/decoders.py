@@ -29,6 +29,7 @@ GROUPED = dict(num_key_value_heads=2, head_dim=8)
 SPECIAL = dict(bos_token_id=1, eos_token_id=2, pad_token_id=None)
 PHI4_SIZES = SIZES | dict(hidden_size=32)
 LONG_ROPE = dict(rope_type="longrope", short_factor=[1.0, 1.5, 2.0], long_factor=[1.0, 3.0, 8.0])
+YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
 GEMMA = dict(
     tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh", **SPECIAL,
 )  # fmt: skip
@@ -51,6 +52,11 @@ CONFIGS = {
     "smollm3": dict(
         model_type="smollm3", **SIZES, num_key_value_heads=2, no_rope_layers=[1, 0],
         tie_word_embeddings=True, **SPECIAL,
+    ),
+    "smollm3_yarn": dict(
+        model_type="smollm3", **PHI4_SIZES, num_key_value_heads=2, no_rope_layers=[1, 0],
+        tie_word_embeddings=True, rope_theta=500.0, rope_scaling=YARN_ROPE,
+        max_position_embeddings=256, **SPECIAL,
     ),
     "olmo2": dict(model_type="olmo2", **SIZES, num_key_value_heads=2, **SPECIAL),
     "phi3": dict(

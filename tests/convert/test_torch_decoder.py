@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="requires PyTorch")
 transformers = pytest.importorskip("transformers", reason="requires transformers")
 
-from effjax.models import DecoderConfig, generate  # noqa: E402
+from effjax.models import DecoderConfig, decoder, generate  # noqa: E402
 from tests.convert import decoders  # noqa: E402
 from tests.convert.decoders import CONFIGS  # noqa: E402
 
@@ -51,6 +51,37 @@ def test_defaults_of_missing_keys(model_type):
     sizes = dict(decoders.SIZES, num_attention_heads=32, hidden_size=64)
     theirs = transformers.AutoConfig.for_model(model_type, **sizes).to_dict()
     assert read(theirs) == read({"model_type": model_type, **sizes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"beta_fast": 16, "beta_slow": 2, "truncate": False},
+        {"mscale": 0.707, "mscale_all_dim": 1.0, "factor": 40.0},
+        {"original_max_position_embeddings": 4},  # all frequencies are low
+    ],
+)
+def test_yarn_is_that_of_transformers(changes):
+    scaling = decoders.YARN_ROPE | changes
+    settings = CONFIGS["qwen3"] | {"head_dim": 32, "rope_scaling": scaling}
+    theirs = transformers.AutoConfig.for_model(**settings | {"max_position_embeddings": 256})
+    want, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](theirs)
+    config = DecoderConfig.from_json(settings)
+    np.testing.assert_allclose(decoder._rotary_frequencies(config)[0], want, 1e-6)
+    np.testing.assert_allclose(config.rope_scaling.attention_factor, factor, 1e-12)
+
+
+@pytest.mark.parametrize("length", [15, 20, 21])
+def test_generation_crosses_the_original_length(length):
+    """Of 20 positions. transformers computes its cache anew there, and so does effjax."""
+    model = decoders.make_transformers(CONFIGS["phi4_mini"]).eval()
+    prompts = np.random.default_rng(5).integers(1, 37, (1, length))
+    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    want = model.generate(input_ids=torch.from_numpy(prompts), **options)[:, length:]
+    config = DecoderConfig.from_json(CONFIGS["phi4_mini"])
+    tokens, _ = generate(config, *decoders.make_params(config), prompts, max_new_tokens=12)
+    np.testing.assert_array_equal(tokens, want)
 
 
 @families

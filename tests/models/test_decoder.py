@@ -20,6 +20,8 @@ from effjax.models import (
     Decoder,
     DecoderConfig,
     Llama3RopeScaling,
+    LongRopeScaling,
+    YarnRopeScaling,
     decoder,
     decoder_functions,
     decoder_shapes,
@@ -49,6 +51,15 @@ def packed():
     return {name: jnp.asarray(a) for name, a in batch.items()} | named, named
 
 
+def packed_config(name):
+    """Return a configuration of which some documents have long factors, if it has such."""
+    config = config_of(name, dtype="float64")
+    if not isinstance(config.rope_scaling, LongRopeScaling):
+        return config
+    scaling = dataclasses.replace(config.rope_scaling, original_max_position_embeddings=5)
+    return dataclasses.replace(config, rope_scaling=scaling)
+
+
 # Their settings are those of other families: all heads, biases, a window, fused projections.
 SIMILAR = "llama2", "llama_biases", "phi3"
 
@@ -73,6 +84,49 @@ def test_packed_documents_are_independent(name, x64):
     assert len(at) >= 5
     alone = run(decoder, batch["tokens"][1:, at])
     np.testing.assert_allclose(together[1, at], alone[0], rtol=0, atol=1e-12)
+
+
+@nnx.jit
+def logits_and_loss(decoder, batch):
+    named = {name: batch[name] for name in ("positions", "segment_ids") if name in batch}
+    return decoder(batch["tokens"], **named), decoder.loss(batch)[0]
+
+
+def test_documents_have_the_factors_of_their_own_length(x64):
+    """Packed or padded; logits and losses are those of each document with its factors only."""
+    config, (batch, _) = packed_config("phi4_mini"), packed()
+    scaling = config.rope_scaling
+    both = make_decoder(config)
+    row = {name: a[1:] for name, a in batch.items()}
+    together, loss = logits_and_loss(both, row)
+    total = 0
+    for segment in range(3):  # of 5, 1 and 9 tokens
+        (at,) = np.nonzero(row["segment_ids"][0] == segment)
+        factors = scaling.long_factor if len(at) > 5 else scaling.short_factor
+        fixed = dataclasses.replace(scaling, short_factor=factors, long_factor=factors)
+        # The length of the row does not matter, only that of the document.
+        padded = {n: jnp.zeros_like(a).at[:, : len(at)].set(a[:, at]) for n, a in row.items()}
+        del padded["segment_ids"]
+        for other in (both, make_decoder(dataclasses.replace(config, rope_scaling=fixed))):
+            alone, one = logits_and_loss(other, padded)
+            np.testing.assert_allclose(together[0, at], alone[0, : len(at)], rtol=0, atol=1e-12)
+        total += one
+    np.testing.assert_allclose(loss, total, rtol=1e-12)
+
+
+def test_lengths_of_segments():
+    """Their ids are any integers, in any order."""
+    positions = jnp.array([[0, 1, 2, 0, 1, 7], [3, 0, 0, 0, 1, 2]])
+    ids = jnp.array([[9, 9, -3, 5, 5, 9], [0, 1, 1, 0, 0, 2]])
+    want = [[8, 8, 3, 2, 2, 8], [4, 1, 1, 4, 4, 3]]
+    np.testing.assert_array_equal(decoder._segment_lengths(positions, ids), want)
+
+
+def test_lengths_of_segments_need_no_large_array():
+    """Pairs of tokens are not compared."""
+    ids = jax.ShapeDtypeStruct((1, 4096), "int32")
+    compiled = jax.jit(decoder._segment_lengths).lower(ids, ids).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096**2 / 16
 
 
 def test_loss_is_that_of_the_logits(x64):
@@ -219,6 +273,7 @@ def test_initial_parameters(initializer_range, std):
     ("name", "options"),
     [
         ("gemma2", {"num_microbatches": 2}),
+        ("phi4_mini", {"num_microbatches": 2}),
         ("qwen2", {"num_microbatches": 2}),
         ("llama3", {}),
         ("phi3", {}),
@@ -227,7 +282,7 @@ def test_initial_parameters(initializer_range, std):
 )
 def test_offload_train_step_is_the_step_of_the_module(name, options, x64):
     """Two steps with packed documents and weighted tokens."""
-    config = config_of(name, dtype="float64")
+    config = packed_config(name)
     decoder, (batch, _), tx = make_decoder(config), packed(), optax.sgd(0.5, momentum=0.9)
     init, step = effjax.offload_train_step(
         *decoder_functions(config), tx, weighted_loss=True, **options
@@ -267,11 +322,17 @@ def test_layers_can_be_applied_by_offload_scan(x64):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "kind"), [("gemma3", AxisType.Explicit), ("qwen3", AxisType.Auto)]
+    ("name", "kind"),
+    [
+        ("gemma3", AxisType.Explicit),
+        ("phi4_mini", AxisType.Explicit),
+        ("phi4_mini", AxisType.Auto),
+        ("qwen3", AxisType.Auto),
+    ],
 )
 def test_data_parallel_gradients(name, kind, x64):
     """A batch that is sharded over devices has the same loss and gradients."""
-    config = config_of(name, dtype="float64")
+    config = packed_config(name)
     embed, layer, head = decoder_functions(config, mlp_chunk_size=4)
     batch = jax.tree.map(lambda a: jnp.tile(a, (4, 1)), packed()[0])
 
@@ -392,9 +453,46 @@ def test_lengths_select_the_factors_of_long_rows():
     config = config_of("phi4_mini")
     for length, factors in ((20, [1.0, 1.5, 2.0]), (21, [1.0, 3.0, 8.0])):
         want = 10000.0 ** -(np.arange(3) / 3) / factors
-        fixed = decoder.with_length(config, length)
-        for known, now in ((config, length), (fixed, 1)):
-            np.testing.assert_allclose(decoder._rotary_frequencies(known, now), [want], 1e-14)
+        positions = jnp.arange(length)[None]
+        x = {"positions": positions, "lengths": decoder._segment_lengths(positions, None)}
+        cos, _ = decoder._rotation(config, x, "float32")
+        want = config.rope_scaling.attention_factor * np.cos(np.arange(length)[:, None] * want)
+        np.testing.assert_allclose(cos[0, :, 0], want, 0, 1e-5)
+
+
+QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_yarn():
+    """Qwen's: recorded from the formulas of the paper in float64."""
+    settings = dict(
+        model_type="llama", **decoders.SIZES, head_dim=16, rope_theta=1e6, rope_scaling=QWEN_YARN
+    )
+    config = DecoderConfig.from_json(settings)
+    want = [
+        1.0, 0.1778279410038923, 0.03162277660168379, 0.004217559938927618,
+        0.0005, 4.445698525097307e-05, 7.905694150420949e-06, 1.4058533129758728e-06,
+    ]  # fmt: skip
+    np.testing.assert_allclose(decoder._rotary_frequencies(config), [want], 1e-12)
+    factor = config.rope_scaling.attention_factor
+    assert config.rope_scaling == YarnRopeScaling(4.0, 32768, attention_factor=factor)
+    assert DecoderConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({"attention_factor": 2.0}, 2.0),
+        ({"mscale": 0.707, "mscale_all_dim": 1.0}, 0.9643269148920739),
+        ({"mscale": 0.707}, 1.138629436111989),
+        ({"factor": 1.0}, 1.0),
+        ({"factor": None}, 1.138629436111989),
+    ],
+)
+def test_attention_factors_of_yarn(changes, want):
+    settings = CONFIGS["qwen2"] | {"rope_scaling": QWEN_YARN | changes}
+    config = DecoderConfig.from_json(settings | {"max_position_embeddings": 131072})
+    np.testing.assert_allclose(config.rope_scaling.attention_factor, want, 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -434,6 +532,16 @@ def test_dropout_of_config_json_is_refused_in_training():
         ("llama2", {"head_dim": 5}, "`head_dim` .* even"),
         ("llama2", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "`rope_type`"),
         ("llama2", {"rope_scaling": {"type": "linear"}}, "`factor`"),
+        ("qwen2", {"rope_scaling": QWEN_YARN | {"beta_fast": 0.5}}, "`beta_fast` .* at least"),
+        ("qwen2", {"rope_scaling": QWEN_YARN | {"truncate": 1}}, "`truncate` must be a bool"),
+        ("qwen2", {"rope_scaling": QWEN_YARN | {"factor": 0}}, "`factor`"),
+        ("qwen2", {"rope_scaling": QWEN_YARN | {"llama_4_scaling_beta": 1}}, "`llama_4_scaling"),
+        ("phi4_mini", {"original_max_position_embeddings": 1}, "invalid"),
+        (
+            "phi4_mini",
+            {"rope_scaling": QWEN_YARN | {"attention_factor": 1.0}},
+            "The longrope scaling .* `short_factor`",  # which transformers reads of Phi's, too
+        ),
         ("phi4_mini", {"partial_rotary_factor": 0.4}, "`partial_rotary_factor`"),
         ("phi4_mini", {"partial_rotary_factor": 0.5}, "`short_factor` must have 2 numbers"),
         ("smollm3", {"no_rope_layers": [1, 2]}, "`no_rope_layers`"),

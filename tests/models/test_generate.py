@@ -23,10 +23,10 @@ NEW = 8
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def whole_logits(config, layers, others, tokens):
+def whole_logits(config, layers, others, tokens, positions=None):
     """Return the logits of all positions, without a cache."""
     embed, layer, _ = decoder_functions(config)
-    x = embed(others, {"tokens": tokens})
+    x = embed(others, {"tokens": tokens, "positions": positions})
     x, _ = lax.scan(lambda x, params: (layer(params, x), None), x, layers)
     return decoder_logits(config, others, x["hidden"])
 
@@ -163,16 +163,35 @@ def test_stop_tokens_end_rows(name):
     np.testing.assert_array_equal(tokens, want)
 
 
-def test_lengths_with_long_factors(x64):
-    """The length with all new tokens selects the frequencies of every token."""
+@vary("place", ["device", "host"])
+def test_rows_have_the_factors_of_their_own_length(place, x64):
+    """Each token is that of a whole pass over its row so far, whatever the other rows are."""
     scaling = dataclasses.replace(
         config_of("phi4_mini").rope_scaling, original_max_position_embeddings=10
     )
     config = config_of("phi4_mini", dtype="float64", rope_scaling=scaling)
-    params = make_params(config)
-    tokens, _ = generate(config, *params, TOKENS, max_new_tokens=NEW)
-    logits = whole_logits(config, *params, np.concatenate([TOKENS, tokens], 1))
-    np.testing.assert_array_equal(logits[:, 6:-1].argmax(-1), tokens)
+    layers, others = make_params(config)
+    run = functools.partial(
+        generate, config, effjax.to_host(layers) if place == "host" else layers, others
+    )
+    # Rows that grow from 10 to 11 tokens at the second new one, at another one, and never.
+    prompts = np.random.default_rng(4).integers(0, 37, (5, 12))
+    lengths = np.array([12, 10, 7, 1, 11])
+    tokens, _ = run(prompts, lengths=lengths, max_new_tokens=NEW)
+    rows = whole_sequences(prompts, lengths, tokens)
+    numbers = np.arange(NEW) + lengths[:, None]  # of the tokens before each new one
+    is_before = np.arange(rows.shape[1]) < numbers.reshape(-1, 1)
+    prefixes = np.where(is_before, np.repeat(rows, NEW, 0), 0)
+    positions = np.where(is_before, np.arange(rows.shape[1]), 0)
+    logits = whole_logits(config, layers, others, prefixes, positions)
+    logits = logits[np.arange(len(logits)), numbers.ravel() - 1]
+    np.testing.assert_array_equal(logits.argmax(-1), np.ravel(tokens))
+    alone, _ = run(prompts[2:3, :7], max_new_tokens=5)
+    np.testing.assert_array_equal(alone[0], tokens[2, :5])
+    stop = int(tokens[2, 1])  # a row that has ended does not change its caches
+    assert stop not in tokens[2, :1]
+    stopped, ends = run(prompts[2:3, :7], max_new_tokens=NEW, stop_tokens=[stop])
+    assert ends == 2 and (stopped[0, :2] == tokens[2, :2]).all()
 
 
 @vary(

@@ -9,11 +9,14 @@ from effjax.models.generate import check_options
 from effjax.train.text.generate import generate_tokens
 from effjax.train.text.tiny import SIZES
 
+LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [64.0] * 4}
+LONG |= {"original_max_position_embeddings": 28, "attention_factor": 1.0}  # within the second turn
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_turns_of_a_conversation(temperature):
+
+@pytest.mark.parametrize(("temperature", "scaling"), [(0.0, None), (1.0, None), (0.0, LONG)])
+def test_turns_of_a_conversation(temperature, scaling):
     """Each turn reads the whole conversation: its tokens are those of `models.generate`."""
-    sizes = SIZES | {"num_hidden_layers": 1, "initializer_range": 1.0}
+    sizes = SIZES | {"num_hidden_layers": 1, "initializer_range": 1.0, "rope_scaling": scaling}
     config = DecoderConfig.from_json({"model_type": "llama", "vocab_size": 64, **sizes})
     params, key = init_decoder(config, jax.random.key(0)), jax.random.key(3)
 
