@@ -30,7 +30,7 @@ def read_text(path: Path) -> str:
         OSError: if it cannot be read.
     """
     check(path.is_file() or not path.exists(), "not a regular file")
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
