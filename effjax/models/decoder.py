@@ -653,12 +653,10 @@ def _attention_factors(config: DecoderConfig) -> np.ndarray:
 
 def _yarn_ramp(config: DecoderConfig, scaling: YarnRopeScaling) -> np.ndarray:
     """Return 0 for frequencies that are kept, to 1 for those that are divided [R/2]."""
-
-    def channel(turns: float) -> float:  # which turns this many times in the original length
-        ratio = scaling.original_max_position_embeddings / (2 * math.pi * turns)
-        return config.rotary_dim * math.log(ratio) / (2 * math.log(config.rope_theta))
-
-    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    # The channels that turn `beta_fast` and `beta_slow` times in the original length.
+    turns = 2 * math.pi * np.array([scaling.beta_fast, scaling.beta_slow])
+    logs = np.log(scaling.original_max_position_embeddings / turns)
+    first, last = config.rotary_dim * logs / (2 * math.log(config.rope_theta))
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.rotary_dim - 1)

@@ -221,11 +221,6 @@ _SCALINGS: dict[str, type[RopeScaling]] = {
     "llama3": Llama3RopeScaling, "linear": LinearRopeScaling, "longrope": LongRopeScaling,
     "yarn": YarnRopeScaling,
 }  # fmt: skip
-# Keys of yarn in config.json that are no fields: the factor is made of some, and one has no effect.
-_YARN_KEYS = {
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim",
-    "finetuned",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -641,7 +636,7 @@ def _parse_scaling(
     if kind in ("longrope", "yarn"):
         original = settings.get("original_max_position_embeddings", original)
     if kind == "yarn":
-        _complete_yarn(rope, longest, original)
+        _complete_yarn(rope)
     if kind == "longrope" and rope.get("attention_factor") is None:
         # LongRoPE's sqrt(1 + ln s / ln L) for rows s times as long as the original L: with more
         # tokens, scores must be larger for attention to stay as sharp.
@@ -650,32 +645,27 @@ def _parse_scaling(
         root = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
         rope["attention_factor"] = root
     rope["original_max_position_embeddings"] = original
-    names = [f.name for f in dataclasses.fields(_SCALINGS[kind])]
-    for name in names:
-        if rope.get(name) is None:
+    names = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(_SCALINGS[kind])}
+    values = {name: rope[name] for name in names if rope.get(name) is not None}
+    for name, is_needed in names.items():
+        if is_needed and name not in values:
             raise ValueError(f"The {kind} scaling of config.json lacks `{name}`.")
-    return _SCALINGS[kind](*(rope[name] for name in names))
+    return _SCALINGS[kind](**values)
 
 
-def _complete_yarn(rope: dict[str, Any], longest: Any, original: Any) -> None:
-    """Write the values that config.json may lack to `rope`, as transformers computes them."""
+def _complete_yarn(rope: dict[str, Any]) -> None:
+    """Write the attention factor that config.json may lack; refuse keys that would change it."""
     names = {field.name for field in dataclasses.fields(YarnRopeScaling)}
-    if unknown := sorted(rope.keys() - names - _YARN_KEYS):
+    names |= {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
+    if unknown := [name for name in rope if name not in names and rope[name] is not None]:
         raise ValueError(
             f"`{unknown[0]}` (={rope[unknown[0]]!r:.80}) of the yarn scaling of config.json is not "
             "supported."
         )
-    # null means the default.
-    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-    rope |= {name: value for name, value in defaults.items() if rope.get(name) is None}
-    if rope.get("factor") is None:
-        rope["factor"] = longest / original
-    if rope.get("attention_factor") is None:
-        growth = 0.1 * math.log(max(_as_positive("factor", rope["factor"]), 1))
-        above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-        if not (above and below):
-            above, below = 1.0, 0.0
-        rope["attention_factor"] = (above * growth + 1) / (below * growth + 1)
+    if rope.get("attention_factor") is None and rope.get("factor") is not None:
+        rope["attention_factor"] = (
+            0.1 * math.log(max(_as_positive("factor", rope["factor"]), 1)) + 1
+        )
 
 
 def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:

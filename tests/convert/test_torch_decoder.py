@@ -58,7 +58,7 @@ def test_defaults_of_missing_keys(model_type):
     [
         {},
         {"beta_fast": 16, "beta_slow": 2, "truncate": False},
-        {"mscale": 0.707, "mscale_all_dim": 1.0, "factor": 40.0},
+        {"factor": 40.0},
         {"original_max_position_embeddings": 4},  # all frequencies are low
     ],
 )
