@@ -28,11 +28,13 @@ from ..train.config import (
     check_options,
     option,
 )
-from ..train.errors import TrainError
+from ..train.errors import DataError, TrainError, quoted
+from ..train.files import read_text
 from . import errors
 from .other_names import suggest
 
 GROUPS = "Options", DATA, MODEL, OPTIMIZATION, RUN, PLAN, PROCESSES  # in the order of the help
+MAX_FILE = 1_000_000  # characters of a file for --config
 NAME_WIDTH = 30  # of the first column of the help
 OF_ONE_RUN = "out", "overwrite", "resume"  # options that a file for several runs does not have
 
@@ -198,14 +200,12 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
     """Make the options of a file the defaults of the command line."""
     if path is None:
         return None
-    import yaml
-
     try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise TrainError(f"--config {path}: {error.strerror or error}. Check the path.") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise TrainError(f"--config {path}: must be YAML ({error}).") from error
+        values = _load_yaml(path)
+    except ValueError as error:
+        raise TrainError(f"--config {path}: must be YAML ({quoted(error)}).") from error
+    except DataError as error:
+        raise TrainError(f"--config {error}") from error
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise TrainError(f"--config {path}: must have options by name, such as `epochs: 3`.")
@@ -229,6 +229,32 @@ def _read_file(context: typer.Context, path: Path | None) -> Path | None:
             _check_yaml(f"--config {path}: {key!r:.120} (={value!r:.120})", value, param)
             context.default_map[name] = value
     return path
+
+
+def _load_yaml(path: Path) -> Any:
+    """Return the content of a small file of YAML; raise ValueError or DataError."""
+    import yaml
+
+    text = read_text(path)
+    if len(text) > MAX_FILE:
+        raise ValueError(f"{len(text)} characters")
+    try:
+        # A few hundred bytes of aliases would make gigabytes of lists.
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):
+            is_end = isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - is_end
+            if isinstance(event, yaml.AliasEvent) or depth > 2:
+                raise ValueError(
+                    f"line {event.start_mark.line + 1}: neither aliases nor deep lists"
+                )
+        root: Any = yaml.compose(text, yaml.SafeLoader)
+        keys = [key.value for key, _ in root.value] if isinstance(root, yaml.MappingNode) else []
+        if repeated := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"{repeated[0]!r:.120} is given twice")
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_yaml(what: str, value: Any, param: Any) -> None:

@@ -1,6 +1,7 @@
 """Options from a file: `--config`, and `--print-config`, which writes such files."""
 
 import json
+import os
 
 import pytest
 import yaml
@@ -53,7 +54,7 @@ def test_wrong_options_are_not_printed(refused, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "run.yaml: No such file"),
+        (None, "run.yaml: cannot be read (No such file"),
         ("epochs", "run.yaml: must have options by name"),
         ("{", "run.yaml: must be YAML"),
         ("epoch: 3", "'epoch' is not an option. Did you mean epochs?"),
@@ -67,12 +68,22 @@ def test_wrong_options_are_not_printed(refused, tmp_path):
         ("data: [a, b]", "must be a single value"),
         ("growth-rate: 4\ngrowth_rate: 5", "'growth_rate' is given twice"),
         ("config: other.yaml", "'config' is not an option"),
+        ("epochs: 3\nepochs: 4", "must be YAML ('epochs' is given twice)"),
+        ("data: &a [x]\nsave: *a", "line 2: neither aliases nor deep lists"),
+        ("data: " + 9999 * "[", "line 1: neither aliases nor deep lists"),
+        ("#" * 1_000_001, "must be YAML (1000001 characters)"),
     ],
 )
 def test_wrong_files(refused, tmp_path, content, message):
     if content is not None:
         (tmp_path / "run.yaml").write_text(content)
     assert message in refused("train", "densenet", "--config", "run.yaml")
+
+
+def test_pipes_are_not_read(refused, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe must be a regular file" in refused("train", "densenet", "--config", "pipe")
+    assert "cannot be read" in refused("train", "densenet", "--config", "missing.yaml")
 
 
 def test_resume_accepts_the_options_of_the_run(refused, run_without_training, tmp_path):
