@@ -14,7 +14,14 @@ from typing import Any
 
 from ...convert import load_checkpoint
 from ...convert.adapter import AdapterOptions, load_adapter, read_adapter_options
-from ...convert.checkpoint import IGNORED, check_checkpoint, complete_replacement, differ
+from ...convert.checkpoint import (
+    IGNORED,
+    check_checkpoint,
+    complete_replacement,
+    differ,
+    find_tensors,
+)
+from ...convert.checkpoint import MODEL as WEIGHTS
 from ...models import DecoderConfig
 from ..errors import DataError, unreadable
 from ..files import read_json
@@ -96,8 +103,10 @@ class Base:
             DataError: A file cannot be read.
         """
         digest = hashlib.sha256()
+        # Other files beside them may be those of another program, or a pipe that blocks.
+        tensors, *_ = convert_errors(self.folder, find_tensors, WEIGHTS)
         try:
-            for file in sorted(self.folder.glob("*.safetensors")):
+            for file in sorted({tensor.path for tensor in tensors.values()}):
                 with file.open("rb") as stream:
                     file_digest = hashlib.file_digest(stream, "sha256").hexdigest()
                 digest.update(f"{file.name} {file_digest}\n".encode())
