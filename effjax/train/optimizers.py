@@ -33,8 +33,8 @@ def make_schedule(
             after 3/4 of the steps, without warmup.
         learning_rate: The largest learning rate.
         steps: The length of the run.
-        warmup: The share of the steps with linear warmup, rounded up as in transformers. None for a
-            cosine to zero without warmup.
+        warmup: The share of the steps with linear warmup, rounded up as in transformers; it ends
+            before the last step. None for a cosine to zero without warmup.
         first: The share of `learning_rate` at the start of the warmup.
         lowest: The share of `learning_rate` at the end of the decay.
     """
@@ -43,9 +43,9 @@ def make_schedule(
         return optax.piecewise_constant_schedule(learning_rate, boundaries)
     if warmup is None:
         return optax.cosine_decay_schedule(learning_rate, steps)
-    count = math.ceil(warmup * steps)
-    # A run that is all warmup has no decay, but optax needs a length above 0.
-    rest = max(steps - count, 1)
+    # The last step has the whole rate, also of a run that would be all warmup.
+    count = min(math.ceil(warmup * steps), steps - 1)
+    rest = steps - count
     decays = {
         "cosine": optax.cosine_decay_schedule(learning_rate, rest, lowest),
         "linear": optax.linear_schedule(learning_rate, lowest * learning_rate, rest),

@@ -30,7 +30,12 @@ def test_schedules():
     for kind, warmup, expected in cases:
         schedule = make_schedule(kind, 1.0, 100, warmup)
         np.testing.assert_allclose(rates(schedule, expected), [*expected.values()], atol=1e-6)
-    assert np.isfinite(rates(make_schedule("cosine", 1.0, 1, warmup=0.1), [0])).all()
+    # The last step of a run that is shorter than its warmup has the whole rate.
+    for kind in ("cosine", "linear", "constant"):
+        assert rates(make_schedule(kind, 1.0, 1, warmup=0.1), [0]) == [1]
+        assert rates(make_schedule(kind, 1.0, 3, warmup=0.9), range(3)) == pytest.approx(
+            [0.1, 0.55, 1]
+        )
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.25])
