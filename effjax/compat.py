@@ -233,7 +233,7 @@ def roi_align(
     )  # fmt: skip
     if isinstance(boxes, (list, tuple)):
         return _pool_lists(pool, x, boxes)
-    return _pool_indexed(pool, x, "boxes", boxes, ())
+    return _pool_indexed(pool, x, "boxes", boxes)
 
 
 def deform_roi_pool(
@@ -270,7 +270,7 @@ def deform_roi_pool(
     )  # fmt: skip
     x = _as_nhwc("input", input)
     size = as_pair("output_size", output_size, 1)
-    return _pool_indexed(pool, x, "rois", rois, _as_offset_args(offset, ("K", 2, *size)))
+    return _pool_indexed(pool, x, "rois", rois, offset, (2, *size))
 
 
 def deform_roi_pooling(
@@ -322,10 +322,9 @@ def deform_roi_pooling(
         spatial_scale=spatial_scale, group_size=group_size, part_size=part_size,
         sample_per_part=sample_per_part, trans_std=trans_std,
     )  # fmt: skip
+    offset = None if no_trans else offset
     part_size = out_size if part_size is None else part_size
-    offset_shape = ("K", "2 * G", part_size, part_size)
-    offset_args = () if no_trans else _as_offset_args(offset, offset_shape)
-    return _pool_indexed(pool, x, "rois", rois, offset_args)
+    return _pool_indexed(pool, x, "rois", rois, offset, ("2 * G", part_size, part_size))
 
 
 def _as_nhwc(name: str, value: Any) -> jax.Array:
@@ -353,25 +352,21 @@ def _split_rois(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
     return index, lax.stop_gradient(boxes)  # boxes get no gradient, as in the originals
 
 
-def _as_offset_args(value: Any, shape: tuple) -> tuple:
-    """Return offsets as further arguments of an operator.
+def _pool_indexed(
+    pool: Callable, x: jax.Array, name: str, rois: Any, offset: Any = None, shape: tuple = ()
+) -> jax.Array:
+    """Pool rois [K, 5] of images x [N, H, W, C]; return [K, C, rows, columns].
 
-    These are () for no offsets, or ([1, K, rows, columns, 2 * G],) for [K, 2 * G, rows, columns].
+    `offset`, if not None or empty, is [K, *shape], and [1, K, rows, columns, 2 * G] for `pool`.
     """
-    if value is None or getattr(value, "size", 1) == 0:
-        return ()
-    offset = _as_nhwc("offset", value)[None]
-    check_shape("offset", value, shape)
-    return (offset,)
-
-
-def _pool_indexed(pool: Callable, x: jax.Array, name: str, rois: Any, offset: tuple) -> jax.Array:
-    """Pool rois [K, 5] of images x [N, H, W, C]; return [K, C, rows, columns]."""
+    arrays = _split_rois(name, rois)
+    if offset is not None and getattr(offset, "size", 1):
+        arrays += (_as_nhwc("offset", offset)[None],)
+        check_shape("offset", offset, (rois.shape[0], *shape))
     pool_images = functools.partial(_pool_image_by_image, pool)
     # On a mesh with Explicit axes the result is replicated: the boxes of one device's images may be
     # anywhere among the K boxes.
-    pool_images = with_auto_axes(pool_images, x, PartitionSpec())
-    return pool_images(x, *_split_rois(name, rois), *offset)
+    return with_auto_axes(pool_images, x, PartitionSpec())(x, *arrays)
 
 
 def _pool_image_by_image(

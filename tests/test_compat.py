@@ -191,9 +191,9 @@ def test_errors_of_pools():
     ):
         with pytest.raises(ValueError, match=message):
             compat.roi_align(INPUT, boxes, 2)
-    with pytest.raises(ValueError, match=r"`offset` of shape \(5, 2, 3, 3\) must be \(K, 2, 2, 2"):
+    with pytest.raises(ValueError, match=r"`offset` of shape \(5, 2, 3, 3\) must be \(5, 2, 2, 2"):
         compat.deform_roi_pool(INPUT, ROIS, offset, 2)
-    with pytest.raises(ValueError, match=r"\(5, 2, 3, 3\) must be \(K, 2 \* G, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"\(5, 2, 3, 3\) must be \(5, 2 \* G, 2, 2\)"):
         compat.deform_roi_pooling(INPUT, ROIS, offset, 1.0, 2, 4, False)
     with pytest.raises(ValueError, match=r"`data` of shape .* must be \(N, 12, H, W\)"):
         compat.deform_roi_pooling(INPUT, ROIS, None, 1.0, 2, 3, True, 2)

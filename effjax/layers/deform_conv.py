@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..ops._common.arguments import as_integer
 from ..ops._common.dtypes import at_least_float32
 
 
@@ -28,6 +29,7 @@ def count_predicted_channels(
 ) -> int:
     """Return the number of channels that predict (y, x), and a mask if `modulated`, per tap."""
     height, width = kernel_size
+    offset_groups = as_integer("offset_groups", offset_groups, 1)
     return offset_groups * height * width * (3 if modulated else 2)
 
 

@@ -11,11 +11,11 @@ from flax.typing import Dtype, Initializer, PrecisionLike
 
 from ..layers.deform_conv import check_inputs, count_predicted_channels, split_predicted
 from ..ops._common.arguments import (
+    as_integer,
     as_padding,
     as_pair,
     as_real_array,
     check_features,
-    check_sizes,
     with_torch_hints,
 )
 from ..ops.samplers.deform_conv import deform_conv2d
@@ -63,10 +63,7 @@ class DeformConv(nn.Module):
         """Convolve `x`, as `effjax.nnx.DeformConv` does."""
         check_inputs(self.predict_offset, self.modulated, offset, mask)
         x = as_real_array("x", x)
-        groups = {name: getattr(self, name) for name in ("feature_group_count", "offset_groups")}
-        sizes = groups | {"channels": x.shape[-1], "features": self.features}
-        check_sizes(sizes, **dict.fromkeys(groups, "channels"))
-        check_sizes(sizes, feature_group_count="features")
+        as_integer("feature_group_count", self.feature_group_count, 1)
         kernel = nn.meta.unbox(self.get_variable("params", "kernel"))
         if kernel is not None:
             check_features(x, kernel.shape[2] * self.feature_group_count)
