@@ -9,6 +9,8 @@ from flax import nnx
 
 from ..ops._common.arguments import describe
 from ..ops.offload import offload_jit as offload_jit_of_arrays
+from ..ops.offload.placement import Space, space_of
+from .offload import OffloadModel
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -88,5 +90,24 @@ def _call_on_arrays(
     fun: Callable[..., Any], graphdef: Any, donate: bool, state: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
     modules = nnx.merge(graphdef, state)
-    result = fun(*modules, *args, **kwargs)
+    try:
+        result = fun(*modules, *args, **kwargs)
+    except ValueError as error:
+        if "memory_space" in str(error) and (names := _host_params(modules)):
+            error.add_note(
+                f"Used outside of OffloadModel, but in host memory: {', '.join(names[:3])}. Load "
+                "it there with effjax.to_device."
+            )
+        raise
     return (nnx.state(modules), result) if donate else result
+
+
+def _host_params(modules: Any) -> list[str]:
+    """Return the names of the Params in host memory that are not only in an OffloadModel."""
+    ends = OffloadModel, nnx.Param
+    leaves = jax.tree_util.tree_leaves_with_path(modules, is_leaf=lambda a: isinstance(a, ends))
+    return [
+        jax.tree_util.keystr(path[1:]).lstrip(".")
+        for path, a in leaves
+        if isinstance(a, nnx.Param) and space_of(a[...]) == Space.Host
+    ]

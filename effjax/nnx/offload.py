@@ -159,6 +159,9 @@ class OffloadModel(nnx.Module):
     def to_host(self) -> "OffloadModel":
         """Move the Params to pinned host memory, in place, and return the model.
 
+        A Param that is also used outside of the model moves too: load it there with
+        `effjax.to_device`. Errors under `effjax.nnx.offload_jit` name it.
+
         Use `OffloadOptimizer` afterwards. `nnx.Optimizer` fails in optax ("Memory kind mismatch").
         """
         nnx.update(self, move(nnx.state(self, nnx.Param), Space.Host))

@@ -1,5 +1,6 @@
 """OffloadModel features specific to nnx; tests/layers has the shared ones."""
 
+import functools
 from typing import Any
 
 import chex
@@ -164,6 +165,29 @@ def test_layers_that_share_parameters(make, options):
     assert kinds(got[1]) == {"pinned_host"}
     got, want = jax.tree.leaves(got), jax.tree.leaves(want)
     chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_used_outside_too_are_named():
+    class Head(nnx.Module):
+        def __init__(self, embed):
+            self.embed = embed
+
+        def __call__(self, x):
+            return self.embed.attend(x)
+
+    def call(model, tokens, load=lambda table: table):
+        return model.body(load(model.embed.embedding[...])[tokens])
+
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(embed=nnx.Embed(4, 3, rngs=rngs))
+    expected = model.embed.attend(model.embed(jnp.arange(2)))
+    model.body = OffloadModel([Head(model.embed)]).to_host()
+    with pytest.raises(ValueError, match="memory_space") as error:
+        effjax.nnx.offload_jit(call, donate=False)(model, jnp.arange(2))
+    notes = "".join(error.value.__notes__)
+    assert "in host memory: embed.embedding. Load it there with effjax.to_device" in notes
+    loaded = functools.partial(call, load=effjax.to_device)
+    assert_close(effjax.nnx.offload_jit(loaded, donate=False)(model, jnp.arange(2)), expected)
 
 
 def test_stack_with_sharing_within_a_layer_outside_jit():
