@@ -46,7 +46,7 @@ class Conversation:
 
     @property
     def has_prompt(self) -> bool:
-        """Whether a turn other than the system's is before the first one with loss."""
+        """True if a turn other than the system's is before the first one with loss."""
         turns = zip(self.messages, self.has_loss, strict=True)
         before = takewhile(lambda turn: turn[0]["role"] != "assistant" or not turn[1], turns)
         return any(message["role"] not in ("system", "developer") for message, _ in before)

@@ -46,7 +46,7 @@ class TextModel:
 
     @functools.cached_property
     def trained_on(self) -> tuple[Format, str] | None:
-        """How the run of the adapter has quantized the base, and from which dtype; or None."""
+        """The format in which the adapter's run has quantized the base, and its dtype; or None."""
         if self.adapter is None:
             return None
         metadata = convert_errors(self.adapter, read_adapter_options).metadata
