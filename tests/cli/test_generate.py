@@ -238,7 +238,7 @@ def test_prompts_of_a_file(run, base, tmp_path):
     parts = (completion[i : i + 3] for i in range(1, len(completion)))
     stop = next(part for part in parts if part.isascii() and part.strip().isalpha())
     rows = [
-        {"prompt": PROMPT, "id": 7},
+        {"prompt": PROMPT, "id": 7, "score": float("nan")},
         {"messages": [{"role": "user", "content": PROMPT}]},
         {"prompt": [{"role": "system", "content": "x"}, {"role": "user", "content": "é"}]},
     ]
@@ -247,6 +247,7 @@ def test_prompts_of_a_file(run, base, tmp_path):
     assert run("generate", base, *options) == (0, "written: out.jsonl\n", "unused fields: id\n")
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     texts = [row.pop("generated") for row in written]
+    rows[0]["score"] = None  # NaN is no JSON
     assert written == rows and texts[0] == texts[1] and all(texts)
     (tmp_path / "lines.txt").write_text(f"{PROMPT}\n\n{PROMPT}\n")
     options = "--no-chat", "--prompts", "lines.txt", "--stop", "never", "--stop", stop, *GREEDY

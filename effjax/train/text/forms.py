@@ -235,7 +235,7 @@ class RowReader:
         message = {name: value for name, value in message.items() if value is not None}
         if "from" in message and "role" not in message:
             role = message.pop("from")
-            if role not in ROLES:
+            if not isinstance(role, str) or role not in ROLES:
                 raise DataError(
                     f"message {number}: `from` (={role!r:.80}) must be one of {[*ROLES]}"
                 )

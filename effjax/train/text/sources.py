@@ -100,7 +100,8 @@ def _as_row(path: Path, place: str, value: Any) -> Row:
 def _parse(path: Path, place: str, content: bytes) -> Any:
     """Return a JSON value, or raise DataError."""
     try:
-        value = json.loads(_decode(path, place, content.rstrip()))
+        text = _decode(path, place, content.rstrip())
+        value = json.loads(text, parse_constant=lambda name: None)  # NaN, which is no JSON
         if b"\\u" in content:
             json.dumps(value, ensure_ascii=False).encode()
         return value

@@ -247,6 +247,7 @@ MALFORMED = [
     ({"messages": [{**ANSWER, "content": [{"type": "image"}]}]}, "must be text, not 'image'"),
     ({"messages": [ANSWER], "chat_template_kwargs": {"tools": []}}, "must not have `tools`"),
     ({"conversations": [{"from": "bot", "value": "a"}]}, "`from` (='bot') must be one of"),
+    ({"conversations": [{"from": ["gpt"], "value": "a"}]}, "`from` (=['gpt']) must be one of"),
 ]
 MALFORMED_PAIRS = [
     ({"prompt": "a", "chosen": "b"}, "It lacks `rejected`, and has `prompt`, `chosen`"),
