@@ -1,6 +1,8 @@
-"""Checks of the content of files, and readers of texts and of JSON objects."""
+"""Checks of the content of files, readers of texts and of JSON objects, and their replacement."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -60,3 +62,21 @@ def read_json_object(path: Path, kind: str) -> dict[str, Any]:
         return parse_object(read_text(path))
     except ValueError as error:
         raise ValueError(f"{path}: not {kind} ({error!s:.200})") from error
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file. A reader finds the old content or the new one, also after a kill."""
+    partial = path.with_name(f"{path.name}.partial")
+    # It may be a link that somebody made, to a file that would be overwritten. "x" follows none.
+    partial.unlink(missing_ok=True)
+    with partial.open("xb") as file:
+        file.write(content)
+    os.replace(partial, path)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder with its content, or a link to one; do nothing if there is none."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._files import remove_folder
 from .._slices import Bounds, Rows, create_array, devices_by_shard, own_shards, read_rows, whole
 from ..models.decoder import CODES, SCALES
 from ..ops._common.arguments import check_instance, check_named_arrays
@@ -613,7 +614,7 @@ def save_arrays(
             if is_first:
                 complete_replacement(folder)
                 for left in _hidden_folders(folder):  # by a process that was killed
-                    shutil.rmtree(left, ignore_errors=True)
+                    remove_folder(left)
                 partial.mkdir(parents=True)
                 for name, (header, shard) in headers.items():
                     create_file(partial / name, header, shard)
@@ -645,7 +646,7 @@ def _replace_folder(folder: Path) -> None:
     if partial.exists():  # a reader may have called `complete_replacement`
         partial.replace(folder)
     sync_files([folder.parent])
-    shutil.rmtree(old, ignore_errors=True)
+    remove_folder(old)
 
 
 def complete_replacement(folder: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .._extras import install_command
-from .._files import parse_object, read_text
+from .._files import parse_object, read_text, replace_file
 from .config import fingerprint
 from .errors import TrainError, check_orbax_path, printable
 
@@ -179,7 +179,8 @@ class RunDirectory:
     def write_config(self, config: dict[str, Any]) -> None:
         """Replace the content of config.json."""
         if self.writes:
-            _replace(self.path / self.CONFIG, json.dumps(config, indent=2) + "\n")
+            content = json.dumps(config, indent=2) + "\n"
+            replace_file(self.path / self.CONFIG, content.encode())
 
     def read_arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of `write_arrays`. Raises TrainError if they are missing or damaged."""
@@ -197,7 +198,7 @@ class RunDirectory:
         if self.writes:
             content = io.BytesIO()
             np.savez(content, **arrays)
-            _replace(self.path / self.ARRAYS, content.getvalue())
+            replace_file(self.path / self.ARRAYS, content.getvalue())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, without an incomplete last one."""
@@ -251,7 +252,7 @@ class RunDirectory:
                 "back, or start a new run."
             )
         if self.writes:
-            _replace(file, "".join(json.dumps(line) + "\n" for line in lines))
+            replace_file(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
         return lines
 
     def draw(self, plot: Callable[[Any], None]) -> None:
@@ -270,9 +271,9 @@ class RunDirectory:
         axes.set_title(printable(self.path.name), parse_math=False)  # it may contain a $
         plot(axes)
         figure.legend(loc="outside lower center", ncols=2)
-        partial = self.path / f"{self.CURVE}.partial"
-        figure.savefig(partial, format="png", dpi=120)
-        os.replace(partial, self.path / self.CURVE)
+        content = io.BytesIO()
+        figure.savefig(content, format="png", dpi=120)
+        replace_file(self.path / self.CURVE, content.getvalue())
 
 
 def default_path(command: str) -> Path:
@@ -304,10 +305,3 @@ def _check_writable(path: Path) -> None:
     # `os.access` knows of no read-only file systems or quotas, and says yes to root.
     with tempfile.TemporaryFile(dir=path):
         pass
-
-
-def _replace(file: Path, content: str | bytes) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    # A reader finds the old content or the new one, also if this process is killed.
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(partial, file)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._extras import install_command
+from .._files import replace_file
 from .config import RunConfig
 from .errors import TrainError, quoted
 from .task import SAMPLES, Metrics, Progress, Record
@@ -66,7 +67,7 @@ class OnlineRun:
         folder.mkdir(exist_ok=True)
         file = folder / "id"
         if not file.exists():
-            file.write_text(uuid.uuid4().hex[:8])
+            replace_file(file, uuid.uuid4().hex[:8].encode())
         number, run = file.read_text(), folder.parent
         if name == "wandb":
             places: dict[str, Any] = {"id": number, "dir": os.fspath(run)}  # it appends its name

@@ -442,6 +442,20 @@ def test_refuses_numbers_that_are_not_finite(tmp_path, value):
     assert not os.listdir(tmp_path)
 
 
+def test_replaces_links_and_not_what_they_name(tmp_path):
+    """A folder moved to another disk, and a link at the name that a killed process leaves."""
+    (other := tmp_path / "other").mkdir()
+    (other / "file").write_text("mine")
+    for name in ("a", ".a.partial", ".a.replaced"):
+        (tmp_path / name).symlink_to(other)
+    for value in 1, 2:
+        arrays = {"w": np.full((2, 3), value, np.float32)}
+        convert.save_checkpoint(tmp_path / "a", arrays, {}, {}, overwrite=True)
+        loaded, _ = convert.load_checkpoint(tmp_path / "a", shapes_of(arrays), {})
+        assert_same_bits(loaded, arrays)
+    assert sorted(os.listdir(tmp_path)) == ["a", "other"] and os.listdir(other) == ["file"]
+
+
 def test_replaces_a_checkpoint_at_once(tmp_path):
     def save(value, progress=None):
         layers = {"w": np.full((3, 2), value, np.float32)}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from effjax.train.config import fingerprint
@@ -199,3 +200,16 @@ def test_a_curve_of_a_run_with_an_odd_name(tmp_path):
     run = create(tmp_path / "$x_^$\x1b")
     run.draw(lambda axes: axes.plot([1, 2], label="loss"))
     assert (run.path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_links_at_names_of_partial_files_are_not_followed(tmp_path):
+    run, other = create(tmp_path / "run"), tmp_path / "other"
+    other.write_text("mine")
+    for name in (run.CONFIG, run.METRICS, run.CURVE, run.ARRAYS):
+        (run.path / f"{name}.partial").symlink_to(other)
+    run.write_config(run.read_config())
+    run.truncate_metrics("step")
+    run.draw(lambda axes: axes.plot([1, 2], label="a"))
+    run.write_arrays({"a": np.arange(3)})
+    assert other.read_text() == "mine" and not [*run.path.glob("*.partial")]
+    assert not any(file.is_symlink() for file in run.path.iterdir())
