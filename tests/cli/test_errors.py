@@ -137,10 +137,11 @@ def test_integers_have_bounds(refused, tmp_path, argv, option, value):
         ("rich", ["train", "densenet", "--help"], "train"),
         ("tokenizers", ["finetune", "base", "--data", "rows.jsonl"], "finetune"),
         ("tokenizers", ["generate", "base", "--prompt", "a"], "finetune"),
+        ("transformers", ["generate", "base", "--prompt", "a"], "finetune"),
     ],
 )
 def test_missing_packages(run, refused, monkeypatch, tmp_path, package, argv, extra):
-    if package == "tokenizers":
+    if extra == "finetune":
         write_checkpoint(tmp_path / "base")
     monkeypatch.setitem(sys.modules, package, None)
     assert f'{package} is missing. Run pip install ".[{extra}]" in a clone' in refused(*argv)

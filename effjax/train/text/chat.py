@@ -256,12 +256,16 @@ def _read_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a checkpoint, a `transformers.PreTrainedTokenizerFast`."""
     try:
         import jinja2  # noqa: F401
+        import tokenizers  # noqa: F401
 
         # On its import, transformers advises to install PyTorch, which no tokenizer needs.
         logging.getLogger("transformers").addFilter(_is_not_advice)
         from transformers import PreTrainedTokenizerFast
-    except ModuleNotFoundError as error:
-        raise DataError(f"{error.name} is missing. Run {install_command('finetune')}.") from error
+    except ImportError as error:  # also of versions that transformers does not accept
+        problem = f"transformers cannot be used ({quoted(error)})"
+        if isinstance(error, ModuleNotFoundError):
+            problem = f"{error.name} is missing"
+        raise DataError(f"{problem}. Run {install_command('finetune')}.") from error
 
     file = folder / "tokenizer.json"
     check_regular(file)
