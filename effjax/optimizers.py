@@ -7,7 +7,7 @@ separately.
 
 import itertools
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,7 @@ __all__ = [
     "in_float32",
     "scale_by_adam_8bit",
     "set_hyperparams",
+    "split_matrices",
     "stochastic_rounding",
     "with_matmul_precision",
 ]
@@ -380,6 +381,68 @@ def with_matmul_precision(
     def update(updates, state, params=None, **extra_args):
         with jax.default_matmul_precision(precision):
             return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def split_matrices(
+    inner: optax.GradientTransformation, sizes: Mapping[str, Sequence[int]], axis: int = -1
+) -> optax.GradientTransformationExtraArgs:
+    """Pass each matrix of an array that has several to a transformation by itself.
+
+    Of queries, keys and values in one array, ``optax.contrib.muon`` orthogonalizes the three
+    together. This orthogonalizes each of them::
+
+        split_matrices(optax.contrib.muon(1e-3), {"attn.qkv.kernel": (1024, 256, 256)})
+
+    The state has the whole arrays, as without this.
+
+    Args:
+        inner: any optax transformation.
+        sizes: the sizes of the matrices along `axis`, by the end of the parameter's path as
+            ``jax.tree_util.keystr(path, simple=True, separator=".")`` writes it.
+        axis: the axis that is split.
+
+    Returns:
+        The transformation, with the state of `inner`.
+
+    Raises:
+        ValueError: in `update`, if the sizes of a parameter do not add up to its axis.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    def split_leaf(path: Any, a: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        end = next((end for end in sizes if f".{name}".endswith(f".{end}")), None)
+        if end is None:
+            return a
+        if is_leaf(a):
+            return tuple(a for _ in sizes[end])
+        *ends, last = itertools.accumulate(sizes[end])
+        if last != a.shape[axis]:
+            raise ValueError(
+                f"`sizes` of {end} (={tuple(sizes[end])}) must add up to axis {axis} of {a.shape}."
+            )
+        return tuple(jnp.split(a, ends, axis))
+
+    def split(tree: Any) -> Any:
+        return jax.tree.map_with_path(split_leaf, tree, is_leaf=is_leaf)
+
+    def join(like: Any, tree: Any) -> Any:
+        def join_leaf(a: Any, parts: Any) -> Any:
+            if is_leaf(a):
+                return a
+            return jnp.concatenate(parts, axis) if isinstance(parts, tuple) else parts
+
+        return jax.tree.map(join_leaf, like, tree, is_leaf=is_leaf)
+
+    def update(updates, state, params=None, **extra_args):
+        arguments = map(split, (updates, state, params))
+        new_updates, new_state = inner.update(*arguments, **extra_args)
+        return join(updates, new_updates), join(state, new_state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 

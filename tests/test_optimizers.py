@@ -23,6 +23,7 @@ from effjax.optimizers import (
     in_float32,
     scale_by_adam_8bit,
     set_hyperparams,
+    split_matrices,
     stochastic_rounding,
     with_matmul_precision,
 )
@@ -334,6 +335,37 @@ def test_muon_in_bfloat16(x64):
     for size in 1e25, 1e-40:
         g = jnp.ones((2, 64), jnp.float32).at[0, 3].set(size)
         assert (abs(first_update(in_bfloat16, g, g)[0]) < 0.1).all()
+
+
+@vary("axis", [-1, -2])
+def test_matrices_of_one_array_are_updated_by_themselves(axis):
+    """With the state of whole arrays, also in two steps and where others have another optimizer."""
+    sizes, shape = (8, 4, 4), [12, 12]
+    parts = []
+    for i, size in enumerate(sizes):
+        shape[axis] = size
+        parts.append(normal(tuple(shape), i))
+    whole, bias = jnp.concatenate(parts, axis), normal((5,), 3)
+    tx = optax.contrib.muon(1e-2, weight_decay=0.1)
+    split = split_matrices(tx, {"qkv.kernel": sizes}, axis)
+
+    def two_updates(tx, p):
+        state = tx.init(p)
+        for _ in range(2):
+            updates, new = tx.update(p, state, p)
+            chex.assert_trees_all_equal_shapes(state, new)
+            state = new
+        return updates["attn"]
+
+    want = two_updates(tx, {"attn": {"q": parts, "bias": bias}})
+    tree = {"attn": {"qkv": {"kernel": whole}, "bias": bias}}
+    got, fused = two_updates(split, tree), two_updates(tx, tree)
+    np.testing.assert_allclose(got["qkv"]["kernel"], jnp.concatenate(want["q"], axis), atol=1e-7)
+    np.testing.assert_array_equal(got["bias"], want["bias"])
+    assert abs(fused["qkv"]["kernel"] - got["qkv"]["kernel"]).max() > 1e-3
+    wrong = split_matrices(tx, {"kernel": (8, 4)}, axis)
+    with pytest.raises(ValueError, match=r"kernel \(=\(8, 4\)\) must add up"):
+        two_updates(wrong, tree)
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)

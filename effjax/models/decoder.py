@@ -83,12 +83,12 @@ def decoder_shapes(
     width, hidden = config.hidden_size, config.intermediate_size
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
-    family = FAMILIES[config.model_type]
-    if family.is_fused:
+    family, fused = FAMILIES[config.model_type], config.fused_projections
+    if fused:
         linear = {  # [out, in], and whether there is a bias
-            "self_attn.qkv_proj": ((heads + 2 * kv_heads, width), False),
+            "self_attn.qkv_proj": ((sum(fused["self_attn.qkv_proj"]), width), False),
             "self_attn.o_proj": ((width, heads), False),
-            "mlp.gate_up_proj": ((2 * hidden, width), False),
+            "mlp.gate_up_proj": ((sum(fused["mlp.gate_up_proj"]), width), False),
             "mlp.down_proj": ((width, hidden), False),
         }
     else:
@@ -362,11 +362,8 @@ def _apply_attention(
 ) -> tuple[jax.Array, Params]:
     family = FAMILIES[config.model_type]
     y = _norm(config, params, family.norms.before_attention, x["hidden"])
-    heads = config.num_attention_heads * config.head_dim
-    kv_heads = config.num_key_value_heads * config.head_dim
     if family.is_fused:
-        qkv = linear("self_attn.qkv_proj", y)
-        q, k, v = jnp.split(qkv, (heads, heads + kv_heads), -1)
+        q, k, v = _split_linear(config, linear, "self_attn.qkv_proj", y)
     else:
         q, k, v = (linear(f"self_attn.{name}_proj", y) for name in "qkv")
     if family.qk_norm == "all":
@@ -434,12 +431,20 @@ def _apply_mlp(
     family = FAMILIES[config.model_type]
     y = _norm(config, params, family.norms.before_mlp, hidden)
     if family.is_fused:
-        gate, up = jnp.split(linear("mlp.gate_up_proj", y), 2, -1)
+        gate, up = _split_linear(config, linear, "mlp.gate_up_proj", y)
     else:
         gate, up = (linear(f"mlp.{name}_proj", y) for name in ("gate", "up"))
     down = {name: a for name, a in params.items() if name.startswith("mlp.down_proj.")}
     y: Any = _apply_gated(lora, family.activation, down, gate, up, key)
     return _norm(config, params, family.norms.after_mlp, y)
+
+
+def _split_linear(
+    config: DecoderConfig, linear: Linear, name: str, x: jax.Array
+) -> list[jax.Array]:
+    """Return the products of each matrix of a fused projection."""
+    ends = np.cumsum(config.fused_projections[name])
+    return jnp.split(linear(name, x), ends[:-1], -1)
 
 
 def _silu(x: jax.Array) -> tuple[jax.Array, jax.Array]:

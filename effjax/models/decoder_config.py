@@ -448,6 +448,18 @@ class DecoderConfig:
         return self.attention_bias or FAMILIES[self.model_type].has_qkv_bias
 
     @property
+    def fused_projections(self) -> dict[str, tuple[int, ...]]:
+        """The rows of each matrix in the linear layers that have several, by name."""
+        if not FAMILIES[self.model_type].is_fused:
+            return {}
+        heads = self.num_attention_heads * self.head_dim
+        kv_heads = self.num_key_value_heads * self.head_dim
+        return {
+            "self_attn.qkv_proj": (heads, kv_heads, kv_heads),
+            "mlp.gate_up_proj": (self.intermediate_size, self.intermediate_size),
+        }
+
+    @property
     def attention_scale(self) -> float:
         """The factor of the scores of attention."""
         if self.query_pre_attn_scalar is not None:

@@ -1,6 +1,8 @@
 """Learning rates and optimizers of training runs."""
 
 import math
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -10,6 +12,7 @@ from ..optimizers import (
     adamw_8bit,
     in_24_bits,
     in_float32,
+    split_matrices,
     stochastic_rounding,
     with_matmul_precision,
 )
@@ -83,6 +86,7 @@ def make_optimizer(
     b1: float = B1,
     b2: float = B2,
     epsilon: float = EPSILON,
+    fused: Mapping[str, Sequence[int]] = types.MappingProxyType({}),
 ) -> optax.GradientTransformation:
     """Return the optimizer of a decoder, with weight decay on the matrices of linear layers only.
 
@@ -104,6 +108,8 @@ def make_optimizer(
         b1: Decay rate of AdamW's first moment.
         b2: Decay rate of AdamW's second moment.
         epsilon: Added to the root of AdamW's second moment.
+        fused: The rows of each matrix in linear layers that have several, by name, such as
+            `DecoderConfig.fused_projections`. Muon orthogonalizes each by itself.
 
     References:
         K. Jordan et al., Muon, 2024; J. Liu et al., Muon is Scalable for LLM Training, 2025
@@ -127,6 +133,7 @@ def make_optimizer(
         # optax sends arrays of three axes, such as stacks of layers, to Adam. The offloaded update
         # passes one layer at a time, whose matrices have two.
         muon = optax.contrib.muon(schedule, weight_decay=weight_decay, consistent_rms=0.2)
+        muon = split_matrices(muon, {f"{name}.weight": rows for name, rows in fused.items()}, -2)
         # Muon is published with products in bfloat16.
         muon = with_matmul_precision(muon, "BF16_BF16_F32")
         optimizer = optax.partition({"muon": muon, "adamw": optimizer}, label)

@@ -68,7 +68,7 @@ def make_learner(
     optimizer = make_optimizer(
         config.optimizer, learning_rate_schedule(config), config.weight_decay,
         master_copy=config.param_dtype == "bfloat16-24", seed=config.seed, b1=config.beta1,
-        b2=config.beta2, epsilon=config.epsilon,
+        b2=config.beta2, epsilon=config.epsilon, fused=model.fused_projections,
     )  # fmt: skip
     return DecoderLearner(config, model, mesh, optimizer, _find_adapted(config, model), loss)
 

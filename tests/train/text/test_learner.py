@@ -46,7 +46,7 @@ class Float64Config(FinetuneConfig):
     dtype: str = "float64"
 
 
-def make_learner(devices=1, param_dtype: Any = "float32", wide=False, **options):
+def make_learner(devices=1, param_dtype: Any = "float32", wide=False, model=None, **options):
     mesh = make_mesh(options.get("mesh"), jax.devices()[:devices])
     plain = dict(warmup=0.0, schedule="constant", clip_norm=0.0, dtype="float32", steps=STEPS)
     plain |= dict(learning_rate=RATE, weight_decay=DECAY)
@@ -56,8 +56,8 @@ def make_learner(devices=1, param_dtype: Any = "float32", wide=False, **options)
     else:
         plain["param_dtype"] = param_dtype
     size = dict(hidden_size=64, intermediate_size=96) if wide else {}
-    model = dataclasses.replace(MODEL, dtype=dtype, **size)
-    return make_learner_of(config_type(**plain | options).resolve(), model, mesh)
+    decoder = dataclasses.replace(MODEL, dtype=dtype, **size, **(model or {}))
+    return make_learner_of(config_type(**plain | options).resolve(), decoder, mesh)
 
 
 def random_params(learner):
@@ -77,9 +77,14 @@ def assert_places(learner, state):
     jax.tree.map(check, state, learner.shapes())
 
 
-def train(learner):
+def train(learner, params=None):
     """Return the losses of some steps and of an evaluation after them, and the state."""
-    state = learner.initial_state(*random_params(learner))
+    if params is None:
+        params = random_params(learner)
+    params = jax.tree.map(
+        lambda a, like: jax.device_put(a, like.sharding), params, learner.model_shapes()
+    )
+    state = learner.initial_state(*params)
     assert_places(learner, state)
     step, batch = offload_jit(learner.train_step()), global_batch(make_batch(), ROWS, learner.mesh)
     losses = []
@@ -177,11 +182,38 @@ def test_muon_orthogonalizes_the_matrix_of_each_layer(form):
     assert abs(by_hand(name="muon")[0][-1] - by_hand()[0][-1]) > 1e-2
 
 
+@vary("form", [dict(params_in="host", fuse_update=True), {}])
+def test_muon_orthogonalizes_the_matrices_of_fused_projections(form):
+    """Phi computes as Llama with the same numbers, and so does its optimizer."""
+
+    def make(family):
+        return make_learner(optimizer="muon", model=dict(model_type=family), **form)
+
+    def join(layers):
+        q, k, v, gate, up = (
+            layers.pop(f"{name}_proj.weight")
+            for name in (*(f"self_attn.{one}" for one in "qkv"), "mlp.gate", "mlp.up")
+        )
+        fused = {"self_attn.qkv_proj": (q, k, v), "mlp.gate_up_proj": (gate, up)}
+        return layers | {f"{name}.weight": np.concatenate(a, 1) for name, a in fused.items()}
+
+    llama, phi = make("llama"), make("phi3")
+    layers, others = jax.device_get(random_params(llama))
+    want, state = train(llama, (layers, others))
+    got, fused = train(phi, (join(dict(layers)), others))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    layers, fused = jax.device_get((state.model.layers, fused.model.layers))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), fused, join(layers))
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["muon", "adamw8bit"])
-def test_offloaded_master_copies_equal_those_in_memory(optimized, name):
+@pytest.mark.parametrize(
+    ("name", "family"), [("muon", "qwen3"), ("muon", "phi3"), ("adamw8bit", "qwen3")]
+)
+def test_offloaded_master_copies_equal_those_in_memory(optimized, name, family):
     """Muon and 8-bit moments, with parameters of 24 bits, to the bit."""
     options: dict[str, Any] = dict(optimizer=name, param_dtype="bfloat16-24", fuse_update=True)
+    options["model"] = dict(model_type=family)
     (losses, state), (want, in_memory) = (
         train(make_learner(params_in=place, **options)) for place in ("host", "device")
     )
