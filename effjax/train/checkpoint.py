@@ -18,6 +18,9 @@ import errno
 import hashlib
 import json
 import shutil
+import sys
+import time
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,17 @@ TIMEOUT_SECONDS = 2 * 60 * 60
 
 # Higher is better. Tuples are compared lexicographically.
 Score = tuple[float, ...]
+
+
+def _count_time_monotonically() -> None:
+    """Let Orbax measure its time limits by a clock that does not jump."""
+    # It counts by `time.time`: a wall clock that is set would end a save, which cannot be repeated
+    # because the next step reuses the memory of the state.
+    clock = types.SimpleNamespace(**{**vars(time), "time": time.monotonic})
+    for name in "futures.future", "futures.signaling_client", "checkpointers.async_checkpointer":
+        module: Any = sys.modules.get(f"orbax.checkpoint._src.{name}")
+        if module is not None:
+            module.time = clock
 
 
 class _Manager(ocp.CheckpointManager):
@@ -96,6 +110,7 @@ class Checkpoints:
         self._scores.update(
             (step, tuple(score)) for step, score in run_on_first(lambda: [*self._read_scores()])
         )
+        _count_time_monotonically()
         options = ocp.CheckpointManagerOptions(
             lightweight_initialize=True,  # do not read _CHECKPOINT_METADATA, which has no digest
             preservation_policy=_PreservationPolicy(keep, self._scores),

@@ -1,9 +1,11 @@
 """Checkpoints without a training loop: content, placement, retention and damage."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -44,6 +46,15 @@ def assert_intact(checkpoints, step):
     assert checkpoints.find_damage(step) is None
     restored = checkpoints.restore(state(step), step)
     jax.tree.map(np.testing.assert_array_equal, restored, state(step))
+
+
+def test_a_clock_that_jumps(tmp_path, monkeypatch):
+    """By decades at each call, while a checkpoint is written and completed."""
+    jumps, now = itertools.cycle([1e9, -1e9]), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
+    save(tmp_path, {1: 1.0, 2: 2.0})
+    with Checkpoints(tmp_path) as checkpoints:
+        assert_intact(checkpoints, 2)
 
 
 def flip_bit(folder):
