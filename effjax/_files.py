@@ -1,5 +1,6 @@
 """Checks of the content of files, readers of texts and of JSON objects, and their replacement."""
 
+import io
 import json
 import os
 import shutil
@@ -72,6 +73,18 @@ def replace_file(path: Path, content: bytes) -> None:
     with partial.open("xb") as file:
         file.write(content)
     os.replace(partial, path)
+
+
+def append_whole(file: io.FileIO, content: bytes) -> None:
+    """Append to a file without a buffer. If the disk is full, nothing is added."""
+    start = file.tell()
+    try:
+        while content:
+            content = content[file.write(content) :]
+    except BaseException:
+        file.truncate(start)
+        file.seek(start)
+        raise
 
 
 def remove_folder(path: Path) -> None:

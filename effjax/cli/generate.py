@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._files import append_whole
 from ..train.config import DATA, option
 from ..train.errors import DataError, TrainError, counted
 from .errors import INTERRUPTED, CommandError, ctrl_c, report
@@ -173,14 +174,15 @@ def _write(out: Path, rows: Iterable[tuple[dict[str, Any], Iterable[str]]]) -> N
 
     part = _part(out)
     try:
-        with part.open("x", encoding="utf-8") as file:
+        with part.open("xb", buffering=0) as file:
             for row, pieces in rows:
                 line = row | {GENERATED: "".join(pieces)}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                file.flush()
+                append_whole(file, (json.dumps(line, ensure_ascii=False) + "\n").encode())
         part.rename(out)
     except OSError as error:
-        raise TrainError(f"--out {out}: cannot be written ({error.strerror or error}).") from error
+        reason = error.strerror or error
+        kept = f" {part} has the rows before that." if part.is_file() else ""
+        raise TrainError(f"--out {out}: cannot be written ({reason}).{kept}") from error
     except BaseException as error:
         if not (isinstance(error, KeyboardInterrupt) or ctrl_c):
             raise

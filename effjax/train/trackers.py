@@ -3,7 +3,9 @@
 import dataclasses
 import importlib
 import importlib.util
+import io
 import os
+import socket
 import time
 import uuid
 from collections.abc import Mapping
@@ -11,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .._extras import install_command
-from .._files import replace_file
+from .._files import append_whole, replace_file
 from .config import RunConfig
 from .errors import TrainError, quoted
 from .task import SAMPLES, Metrics, Progress, Record
@@ -27,15 +29,21 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path):
-        from tensorboard.summary.writer import (  # pyright: ignore[reportMissingImports]
-            event_file_writer,
-        )
+        folder.mkdir(exist_ok=True)
+        # TensorBoard reads the files in the order of their names.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = folder / name
+        self._write(file_version="brain.Event:2")
 
-        self._writer = event_file_writer.EventFileWriter(os.fspath(folder))
+    def start(self, done: int) -> None:
+        """Withdraw what was recorded after a step, which a run that resumes records again."""
+        from tensorboard.compat.proto import event_pb2  # pyright: ignore[reportMissingImports]
+
+        log: Any = event_pb2.SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        self._write(step=done + 1, session_log=log(status=log.START))
 
     def add(self, values: Mapping[str, float | str], step: int) -> None:
         """Record numbers and texts of a step, by name."""
-        from tensorboard.compat.proto import event_pb2  # pyright: ignore[reportMissingImports]
         from tensorboard.plugins.scalar.summary_v2 import (  # pyright: ignore[reportMissingImports]
             scalar_pb,
         )
@@ -45,12 +53,23 @@ class TensorBoard:
 
         for name, value in values.items():
             summary = (text_pb if isinstance(value, str) else scalar_pb)(name, value)
-            make_event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
-            self._writer.add_event(make_event(step=step, wall_time=time.time(), summary=summary))
+            self._write(step=step, summary=summary)
 
     def close(self) -> None:
-        """Write what is not yet written."""
-        self._writer.close()
+        """Do nothing: each record is written at once."""
+
+    def _write(self, **entries: Any) -> None:
+        from tensorboard.compat.proto import event_pb2  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer.record_writer import (  # pyright: ignore[reportMissingImports]
+            RecordWriter,
+        )
+
+        event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
+        record = io.BytesIO()
+        RecordWriter(record).write(event(wall_time=time.time(), **entries).SerializeToString())
+        # TensorBoard's own writer has a thread, which prints a traceback if the disk is full.
+        with self._file.open("ab", buffering=0) as file:
+            append_whole(file, record.getvalue())
 
 
 class OnlineRun:
@@ -77,6 +96,9 @@ class OnlineRun:
             project=os.environ.get(f"{name.upper()}_PROJECT", PROJECT),
             name=f"{run.resolve().name}-{number}", config=dict(options), resume="allow", **places,
         )  # fmt: skip
+
+    def start(self, done: int) -> None:
+        """Do nothing: what was recorded cannot be withdrawn."""
 
     def add(self, values: Mapping[str, float | str], step: int) -> None:
         """Record numbers and texts of a step, by name."""
@@ -106,13 +128,14 @@ class TrackedProgress(Progress):
         self.shown, self.tracker = shown, tracker
 
     def start(self, steps: int, done: int) -> None:
-        """Pass on the start."""
+        """Pass on the start, and withdraw the steps that follow."""
         self.shown.start(steps, done)
+        self._call("start", done)
 
     def step(self, step: int, metrics: Metrics, rate: float) -> None:
         """Record the metrics of a step."""
         self.shown.step(step, metrics, rate)
-        self._add({f"step/{name}": value for name, value in metrics.items()}, step)
+        self._call("add", {f"step/{name}": value for name, value in metrics.items()}, step)
 
     def report(self, record: Record) -> None:
         """Record the numbers and texts of an evaluation."""
@@ -124,7 +147,7 @@ class TrackedProgress(Progress):
         }
         for i, sample in enumerate(record.get(SAMPLES, ()), 1):
             values[f"{SAMPLES}/{i}"] = f"> {sample['prompt']}\n\n{sample['text']}"
-        self._add(values, record["step"])
+        self._call("add", values, record["step"])
 
     def log(self, text: str) -> None:
         """Pass on a message."""
@@ -133,17 +156,13 @@ class TrackedProgress(Progress):
     def stop(self) -> None:
         """Close the tracker."""
         self.shown.stop()
-        tracker, self.tracker = self.tracker, None
-        if tracker is not None:
-            try:
-                tracker.close()
-            except Exception as error:
-                self.log(_describe(error))
+        self._call("close")
+        self.tracker = None
 
-    def _add(self, values: Mapping[str, float | str], step: int) -> None:
+    def _call(self, method: str, *args: Any) -> None:
         if self.tracker is not None:
             try:
-                self.tracker.add(values, step)
+                getattr(self.tracker, method)(*args)
             # Hours of training do not end for a network that is down.
             except Exception as error:
                 self.tracker = None

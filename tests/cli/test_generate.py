@@ -16,6 +16,7 @@ from effjax.train.text.model import find_model, generation_mesh
 from effjax.train.text.prompts import encode
 from effjax.train.text.tiny import CHATML, write_checkpoint
 from tests.tiers import vary
+from tests.train.small import limited_files
 
 TODAY = datetime.date(2026, 1, 31)
 GREEDY = "--max-tokens", "12", "--temperature", "0"
@@ -360,6 +361,19 @@ def test_wrong_files_of_prompts(refused, base, tmp_path):
         (["--prompt", "a", "--out", "new.jsonl"], "new.jsonl.part exists. Give another file."),
     ):
         assert message in refused("generate", base, *argv)
+
+
+def test_a_full_disk_leaves_whole_rows(run, base, tmp_path):
+    rows = [{"prompt": prompt, "note": "n" * 1500} for prompt in "abc"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = "--prompts", "a.jsonl", "--out", "out.jsonl", "--max-tokens", "2"
+    with limited_files(4000):
+        code, out, err = run("generate", base, *options)
+    message = "--out out.jsonl: cannot be written (File too large). out.jsonl.part has the rows"
+    assert code == 2 and out == "" and message in err
+    assert not (tmp_path / "out.jsonl").exists()
+    lines = (tmp_path / "out.jsonl.part").read_text().splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["a", "b"]
 
 
 def test_an_interrupted_file_has_another_name(run, base, tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """A small task of images, of a model that compiles in a second, and helpers of tests of runs."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
+import resource
 import signal
 from typing import Any
 
@@ -123,6 +125,17 @@ class InterruptAt(Progress):
 
     def stop(self):
         self.stopped = True
+
+
+@contextlib.contextmanager
+def limited_files(size):
+    """Let no file grow beyond a size, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def new_run(path, task):

@@ -16,7 +16,7 @@ from effjax.train.report import ConsoleProgress
 from effjax.train.task import Progress
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.trackers import TensorBoard, TrackedProgress, check_tracker, track
-from tests.train.small import RecordedProgress, image_task
+from tests.train.small import RecordedProgress, image_task, limited_files
 from tests.train.text.small import text_task
 
 
@@ -87,6 +87,43 @@ def test_tensorboard(tmp_path):
     }  # fmt: skip
 
 
+def test_tensorboard_shows_repeated_steps_once(tmp_path):
+    """Those that a killed run took after its last checkpoint are withdrawn by the next one."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+    for done, losses in (0, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}), (2, {3: 3.5}):
+        progress = TrackedProgress(Progress(), TensorBoard(tmp_path))
+        progress.start(9, done)
+        for step, loss in losses.items():
+            progress.step(step, {"loss": loss}, 5.0)
+        progress.stop()
+    events = EventAccumulator(str(tmp_path)).Reload().Tensors("step/loss")
+    read = [(event.step, event.tensor_proto.float_val[0]) for event in events]
+    assert read == [(1, 1.0), (2, 2.0), (3, 3.5)]
+
+
+@pytest.mark.parametrize("size", [10, 200])
+def test_tensorboard_on_a_full_disk(tmp_path, size, capfd):
+    """A warning, and no part of a record, also if there is no room for the first one."""
+    pytest.importorskip("tensorboard")
+    shown, folder = RecordedProgress(), tmp_path / "tensorboard"
+    sizes = [0]
+    with limited_files(size):
+        progress = track(shown, FinetuneConfig(report_to="tensorboard"), tmp_path)
+        progress.start(9, 0)
+        for step in range(9):
+            sizes.append(sum(file.stat().st_size for file in folder.iterdir()))
+            progress.step(step, {"loss": 1.0}, 5.0)
+        progress.stop()
+    (text,) = shown.texts
+    assert text.startswith("warning: --report-to: ") and "File too large" in text
+    assert shown.steps == [*range(9)] and capfd.readouterr() == ("", "")
+    (file,) = folder.iterdir()
+    assert file.stat().st_size == sizes[-1] == sizes[-2] <= size
+    assert (sizes[-1] == 0) == (size == 10)
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_online_runs(monkeypatch, tmp_path, name):
     """A resumed run has the same identity. An error is shown once, and ends no run."""
@@ -98,6 +135,7 @@ def test_online_runs(monkeypatch, tmp_path, name):
 
     def report(*losses):
         progress = track(shown, config, tmp_path)
+        progress.start(9, 0)
         for step, loss in enumerate(losses, 1):
             progress.step(step, {"loss": loss}, 5.0)
         progress.report({"kind": "step", "step": 1, "validation_loss": 1.5})
