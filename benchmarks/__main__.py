@@ -9,14 +9,15 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .plots import draw, save
 from .results import (
+    COLUMNS,
     Result,
     Size,
     UnavailableError,
     as_markdown,
     headline,
     machine,
+    make_table,
     print_table,
     versions,
     write_json,
@@ -24,43 +25,21 @@ from .results import (
 
 # Each subject is a file of this folder whose `run(size)` yields a `Result` per table.
 SUBJECTS = {
-    "batch-norm": "batch norm with ReLU and Flax's: time, bytes kept",
-    "batch-norm-layers": "planned memory of layers with batch norm, in one program and in a loop",
-    "sync-batch-norm": "batch norm over 1 to 8 simulated devices and Flax's: all-reduces, error",
-    "dense-block": "time of a dense block, autodiff, Flax, jax.checkpoint and PyTorch",
-    "depth": "memory of a dense block by its depth, kept and planned",
+    "sync-batch-norm": "batch norm and Flax's: time, bytes kept, all-reduces and error by devices",
+    "dense-block": "a dense block by its depth, autodiff, Flax, jax.checkpoint, PyTorch",
     "densenet": "planned memory of a training step of a DenseNet",
+    "resnet": "planned memory of a training step of a ResNet and of Flax's layers",
     "deform-conv": "deformable convolution, torchvision and plain XLA: time",
     "deform-attention": "deformable attention and a packed gather: time and planned memory",
     "roi": "roi_align over a feature pyramid and torchvision's: time",
     "gpu-sampling": "modelled time of the samplers on a GPU, CUDA kernels and plain XLA",
-    "offload": "a language model in memory, recomputed and offloaded: time and planned memory",
-    "offload-peers": "planned memory of offloading, JAX's policies and MaxText's way",
-    "overlap": "modelled time of an offloaded layer and the best that its copies allow",
-    "clipping": "modelled time of clipping by the norm of all gradients, in two forms of a step",
-    "language-model": "planned memory of Qwen3-8B with embedding and head in host memory",
-    "language-model-table": "planned memory and modelled time of fine-tuning 8B to 70B on a GPU",
-    "packed-rows": "modelled time of fine-tuning on packed rows and on rows without segments",
-    "finetune": "planned memory and modelled time of effjax finetune by GPU",
-    "finetune-quantized": "planned memory and modelled time of adapters on a quantized base",
-    "trl": "losses of ten steps of TRL's trainer and of effjax finetune",
-    "torch-loop": "losses of a plain PyTorch loop and of effjax finetune, of a real model",
-    "published": "modelled time of training steps beside speeds that others measured",
-    "published-tpu": "products of a training step on a TPU beside the time that MaxText measured",
-    "published-memory": "planned memory of programs beside the memory that others printed",
-    "run-memory": "resident memory of a run on the CPU by phase, and the expected one",
-    "checkpoint-memory": "host memory beyond a state on the host while Orbax saves and restores it",
-    "optimizers": "test loss of a small model with low-precision optimizers",
-    "optimizers-offload": "planned steps with a master copy of 24 bits and with Muon",
-    "optimizers-memory": "planned memory of the update of a large matrix by optimizer",
-    "planner": "seconds of a plan by the depth of the model",
     "cross-entropy": "planned memory of the gradients of a large vocabulary",
-    "fit": "options chosen for several budgets of memory, and one setting for all of them",
-    "import-time": "what importing effjax and its operators adds to importing jax",
-    "resnet": "planned memory of a training step of a ResNet and of Flax's layers",
-    "tpu": "planned memory and all-reduces on a TPU, and those of plain JAX",
-    "tpu-offload": "planned memory of a training step on a TPU, recomputed and offloaded",
-    "tpu-sampling": "planned memory and memory traffic of the samplers on a TPU",
+    "offload": "planned memory of offloaded steps, JAX's policies and MaxText's way",
+    "finetune": "planned memory and modelled time of effjax finetune by GPU, also of adapters",
+    "optimizers-memory": "planned memory of the update of a large matrix by optimizer",
+    "trl": "losses of ten steps of TRL's trainer and of effjax finetune",
+    "published": "plans beside the speeds and the memory that others measured",
+    "tpu": "planned memory on a TPU, and that of plain JAX",
 }
 INTERRUPTED = 130
 
@@ -73,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="all|NAME", help="Names, as --list shows them.")
     parser.add_argument("--list", action="store_true", help="Name the benchmarks and run none.")
-    parser.add_argument("--out", type=Path, help="Folder for JSON, pictures and summary.md.")
+    parser.add_argument("--out", type=Path, help="Folder for JSON and summary.md.")
     parser.add_argument(
         "--size",
         choices=["small", "published"],
@@ -126,7 +105,7 @@ def run_all(names: Sequence[str], size: Size, report: "Report") -> int:
         print(f"{name}: {time.perf_counter() - start:.0f} s\n")
     report.write()
     print("\n".join(report.lines))
-    print(f"written to {report.folder}: summary.md, and a JSON file and a picture of each table")
+    print(f"written to {report.folder}: summary.md, and a JSON file of each table")
     return code or int(report.failed)
 
 
@@ -136,7 +115,7 @@ def results_of(name: str, size: Size) -> Iterator[Result]:
 
 
 class Report:
-    """The output folder: JSON and a picture for each table, and a summary of all."""
+    """The output folder: JSON for each table, and a summary of all."""
 
     def __init__(self, folder: Path, command: str):
         self.folder, self.command = folder, command
@@ -147,11 +126,8 @@ class Report:
     def add(self, name: str, result: Result) -> None:
         print_table(result)
         write_json(result, self.folder, self.command)
-        text = as_markdown(result)
-        if (figure := draw(result)) is not None:
-            save(figure, self.folder / f"{result.name}.svg")
-            text += f"\n![{result.title}]({result.name}.svg)\n"
-        self.sections.append(text)
+        table = as_markdown(make_table(result.rows, COLUMNS))
+        self.sections.append("\n\n".join([f"## {result.title}", table, *result.notes, ""]))
         self.lines.append(f"{name}: {headline(result)}")
         self.write()
 

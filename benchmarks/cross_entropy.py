@@ -14,10 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from effjax.models.scan import scan_layers
-
 from .measure import TARGET, need_compiler, plan_steps
-from .results import Bars, Result, Size
+from .results import Result, Size
 from .transformer import TransformerLM
 
 NUM_SLICES = 16  # of the time axis
@@ -67,8 +65,7 @@ def gradient_steps(
         return jnp.mean(losses(merge, params, x, labels))
 
     def model_loss(params, tokens):
-        layers = functools.partial(scan_layers, remat=True)
-        x = merge(params).features(tokens[:, :-1], apply_layers=layers)
+        x = merge(params).features(tokens[:, :-1], remat=True)
         return head_loss(params, x, tokens[:, 1:])
 
     head = {name: params[name] for name in ("norm", "head")}
@@ -109,7 +106,6 @@ def plan_losses(
         f"gradients of a language model of {vocabulary} tokens, planned for {target}",
         config | dict(context=context, target=target),
         rows,
-        Bars("peak_bytes", "peak of the gradients [GB]", ("of", "batch_size"), log=True, unit=1e9),
         [f"Sequences of {context} tokens, {config['dtype']}. batch: number of sequences."],
     )
 

@@ -22,7 +22,7 @@ from .measure import (
     plan_steps,
     time_steps,
 )
-from .results import Bars, Result, Size
+from .results import Result, Size
 
 REFERENCE = "packed gather"
 ROUNDS = 7
@@ -160,7 +160,6 @@ def plan_case(case: Case, target: str = TARGET) -> Result:
         f"ms_deform_attn, {case.queries} queries, forward+backward, planned for {target}",
         case._asdict() | {"target": target},
         rows,
-        Bars("temp_bytes", "temporary memory [MB]", unit=1e6),
     )
 
 

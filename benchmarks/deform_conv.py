@@ -1,19 +1,16 @@
 """Deformable convolution: effjax's implementations, plain XLA and torchvision.
 
-The matrix products that all of them contain are also timed alone. torchvision runs if it is
+torchvision runs if it is
 installed, with as many threads as XLA.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import effjax
-from effjax.ops.samplers.deform_conv.api import CPU_CHUNK_BYTES
 from effjax.ops.samplers.deform_conv.reference import Geometry, columns
 
 from . import pytorch
@@ -42,9 +39,6 @@ CASES: dict[Size, tuple[Case, ...]] = {
         Case(2, 128, 50, 84),
         Case(2, 128, 50, 84, offset_groups=4),
         Case(8, 64, 56, 56),
-        # A large batch that is a power of two, and one that is prime.
-        Case(32, 64, 28, 28),
-        Case(37, 64, 28, 28),
     ),
 }
 TAPS = 9
@@ -90,43 +84,6 @@ def make_plain_conv(case: Case) -> Callable:
         return samples @ kernel.reshape(-1, case.channels)
 
     return conv
-
-
-def make_matrix_products(case: Case, backward: bool, kernel: Any, dy: Any) -> Callable[[], Any]:
-    """Return the matrix products alone, in chunks of about as many rows as in native code.
-
-    All chunks multiply the same samples, which are zeros: only the time is of interest.
-    """
-    n, channels, height, width, _ = case
-    columns_size = TAPS * channels
-    # As in deform_conv2d on a CPU: each sampled float32 takes 4 bytes of a chunk in the forward
-    # pass and 12 in the backward pass. The number of rows is rounded down to a divisor of the
-    # height.
-    sample_bytes = 12 if backward else 4
-    max_rows = CPU_CHUNK_BYTES["native"] // sample_bytes // (n * width * columns_size)
-    num_chunks = height // max((r for r in range(1, max_rows + 1) if height % r == 0), default=1)
-
-    def step(samples, kernel, dy):
-        matrix, dy = kernel.reshape(columns_size, channels), dy.reshape(num_chunks, -1, channels)
-
-        def body(i, carry):
-            y, dkernel, dsamples = carry
-            # Without the barrier XLA would move the product out of the loop.
-            current, y = lax.optimization_barrier((samples, y))
-            y = y.at[i].set(current @ matrix)
-            if backward:
-                dkernel += jnp.einsum("po,pc->oc", dy[i], current)
-                dsamples = jnp.einsum("po,co->pc", dy[i], matrix)
-            return y, dkernel, dsamples
-
-        gradients = (
-            (jnp.zeros((channels, columns_size)), jnp.zeros_like(samples)) if backward else ((), ())
-        )
-        return lax.fori_loop(0, num_chunks, body, (jnp.zeros_like(dy), *gradients))
-
-    samples = jnp.zeros((dy.size // channels // num_chunks, columns_size))
-    compiled = jax.jit(step).lower(samples, kernel, dy).compile()
-    return lambda: compiled(samples, kernel, dy)
 
 
 def make_torch_step(arrays: dict[str, np.ndarray], backward: bool) -> Callable[[], Any]:
@@ -176,7 +133,6 @@ def measure_case(case: Case, backward: bool, rounds: int) -> Result:
         reference=next(iter(peers or convs)),
         rounds=rounds,
         peers=peers,
-        fragments={"matrix products alone": make_matrix_products(case, backward, args[2], args[4])},
         notes=[missing],
     )
 

@@ -1,10 +1,10 @@
-"""A training step of one DenseNet-BC block.
+"""A training step of one DenseNet-BC block: planned memory by depth, and time.
 
 The peers are plain autodiff, Flax's layers, ``jax.checkpoint`` in two forms, and PyTorch, plain and
 checkpointed, if it is installed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -16,12 +16,13 @@ import effjax
 from effjax import DenseLayerParams
 
 from . import pytorch
-from .measure import time_steps
+from .measure import TARGET, need_compiler, plan_training, time_steps
 from .results import Result, Size
 
 REFERENCE = "plain autodiff"
 GROWTH_RATE, CHANNELS = 12, 24
 ROUNDS = 5
+BATCH_SIZE = 64  # of plans
 
 
 def init_params(
@@ -195,12 +196,39 @@ def measure_block(
         peers={} if missing else pytorch.block_steps(*args),
         notes=[
             missing,
-            "XLA's CPU backend shows no savings of recomputation; `depth` plans for a GPU.",
+            "XLA's CPU backend shows no savings of recomputation; the plans for a GPU do.",
         ],
     )
 
 
+def plan_depth(
+    layers: int,
+    batch_size: int = BATCH_SIZE,
+    target: str = TARGET,
+    names: Sequence[str] = tuple(BLOCKS),
+) -> Result:
+    """Plan the peak of a training step."""
+    args = step_shapes(layers, batch_size)
+    return plan_training(
+        f"memory_block_{layers}",
+        f"step of a dense block of {layers} layers, batch {batch_size} of 32x32",
+        {
+            "layers": layers,
+            "batch_size": batch_size,
+            "growth_rate": GROWTH_RATE,
+            "channels": CHANNELS,
+            "image_size": 32,
+        },
+        {name: (train_step(BLOCKS[name]), *args) for name in names},
+        target,
+    )
+
+
 def run(size: Size) -> Iterator[Result]:
-    depths, batch_size, image_size = ((24, 48), 16, 32) if size == "published" else ((6, 12), 4, 16)
+    published = size == "published"
+    depths, batch_size, image_size = ((24, 48), 16, 32) if published else ((6, 12), 4, 16)
     for layers in depths:
         yield measure_block(layers, batch_size, image_size)
+    need_compiler()
+    for layers in (12, 24, 48) if published else (3, 6, 12):
+        yield plan_depth(layers)

@@ -1,11 +1,13 @@
-"""Memory and time of `effjax finetune` for models of 8 to 32 billion parameters, by GPU and batch.
+"""Memory and time of `effjax finetune` for models of 8 to 70 billion parameters, by GPU and batch.
 
-The steps are those that `effjax memory finetune` plans. They are compiled for an H100, those of
-Qwen3-8B also for an RTX 4090. The memory on other GPUs is that of the program for the H100, and the
-time is modelled with the rates of each GPU.
+The first table is of all parameters, the second one of adapters on a quantized base. The steps are
+those that `effjax memory finetune` plans. They are compiled for an H100, the step of README also
+for an RTX 4090. The memory on other GPUs is that of the program for the H100, and the time is
+modelled with the rates of each GPU.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,33 +16,85 @@ from effjax.memory.compiler.cache import default_folder
 from effjax.memory.devices import find_target
 from effjax.memory.search.budget import argument_bytes
 from effjax.memory.time.step_time import step_time
-from effjax.models import DecoderConfig
+from effjax.models import DecoderConfig, Llama3RopeScaling, decoder_shapes
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import FORMS, training_step
 
-from .language_model import QWEN3_8B
-from .language_model_table import QWEN3_14B, QWEN3_32B
 from .measure import need_compiler
-from .results import Bars, Result, Size
+from .results import Result, Row, Size
 
-GPUS = {
-    "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "A100": "a100-80", "H100": "h100",
-    "GH200": "gh200",
-}  # fmt: skip
-MODELS = {"Qwen3-8B": QWEN3_8B, "Qwen3-14B": QWEN3_14B, "Qwen3-32B": QWEN3_32B}
-OPTIMIZERS = "adamw", "adamw8bit"
-# The fused forms, which need the least memory and are about as fast as the others.
-IN_MEMORY, OFFLOADED = "jax.checkpoint, fused", "offload all, fused"
-OPTIONS = {IN_MEMORY: "--fuse-update", OFFLOADED: "--params-in host --fuse-update"}
-LENGTH = 4096
-BATCHES = 8, 32  # sequences of a step that hides the copies: 32k and 131k tokens
-OWN_PROGRAM = "Qwen3-8B", "rtx4090"  # whose steps are compiled for the GPU itself
+QWEN3_8B = DecoderConfig(
+    model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288,
+    num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    rope_theta=1e6, dtype="bfloat16",
+)  # fmt: skip
+QWEN3_14B = dataclasses.replace(
+    QWEN3_8B, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40,
+    num_attention_heads=40,
+)  # fmt: skip
+QWEN3_32B = dataclasses.replace(
+    QWEN3_8B, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64,
+    num_attention_heads=64,
+)  # fmt: skip
+LLAMA_70B = DecoderConfig(
+    model_type="llama", vocab_size=128256, hidden_size=8192, intermediate_size=28672,
+    num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, head_dim=128,
+    rms_norm_eps=1e-5, rope_theta=5e5, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192),
+    dtype="bfloat16",
+)  # fmt: skip
 # The model of the size "small".
 SMALL = dataclasses.replace(
     QWEN3_8B, vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
     num_attention_heads=2, num_key_value_heads=1,
 )  # fmt: skip
+MODELS = {
+    "Qwen3-8B": QWEN3_8B, "Qwen3-14B": QWEN3_14B, "Qwen3-32B": QWEN3_32B,
+    "Llama-3.3-70B": LLAMA_70B,
+}  # fmt: skip
+GPUS = {
+    "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "A100": "a100-80", "H100": "h100",
+    "GH200": "gh200",
+}  # fmt: skip
 COMPILED_FOR = "h100"
+# Tokens of a sequence, and sequences of a step; 131k tokens hide the copies.
+SHORT, BATCH, LONG = (4096, 1), (4096, 32), (131072, 1)
+# float32 moments of 70 billion parameters take more host memory than these machines have.
+PLANNED = {
+    "Qwen3-8B": {"adamw": (SHORT, BATCH, LONG), "adamw8bit": (SHORT, BATCH)},
+    "Qwen3-14B": {"adamw": (SHORT,), "adamw8bit": (SHORT,)},
+    "Qwen3-32B": {"adamw": (SHORT,), "adamw8bit": (SHORT, BATCH, LONG)},
+    "Llama-3.3-70B": {"adamw8bit": (SHORT, LONG)},
+}
+OWN_PROGRAM = "Qwen3-8B", SHORT, "rtx4090"  # compiled for the GPU itself
+MLP_CHUNK = 4096  # positions, of longer sequences
+# The fused forms, which need the least memory and are about as fast as the others.
+IN_MEMORY, OFFLOADED = "jax.checkpoint, fused", "offload all, fused"
+ADAPTED = {name: MODELS[name] for name in ("Qwen3-14B", "Qwen3-32B", "Llama-3.3-70B")}
+RANK = 16
+WEIGHTS = None, "int8", "nf4"
+# The first one that fits is planned. The inputs of the layers fit in device memory at this length.
+ADAPTER_FORMS: tuple[dict[str, Any], ...] = (
+    {"fuse_update": True},
+    {"params_in": "host", "activations_in": "device", "fuse_update": True},
+)
+
+
+def count_parameters(config: DecoderConfig) -> int:
+    return sum(math.prod(a.shape) for tree in decoder_shapes(config) for a in tree.values())
+
+
+def model_flops(config: DecoderConfig, length: int) -> int:
+    """Return the FLOPs of a step without recomputation, as throughputs are published.
+
+    Six per parameter of a matrix product and token, and twelve per channel and pair of positions
+    of causal attention.
+    """
+    layers, _ = decoder_shapes(config)
+    matrices = sum(math.prod(a.shape) for a in layers.values() if a.ndim == 3)
+    matrices += config.vocab_size * config.hidden_size
+    width = config.num_attention_heads * config.head_dim
+    pairs = length * (length + 1) // 2
+    return 6 * matrices * length + 12 * config.num_hidden_layers * width * pairs
 
 
 def plan_step(step: tuple[Any, ...], target: str) -> MemoryPlan:
@@ -49,41 +103,48 @@ def plan_step(step: tuple[Any, ...], target: str) -> MemoryPlan:
 
 
 def plan_model(
-    name: str, model: DecoderConfig, optimizer: str, gpus: dict[str, str], length: int, batch: int
-) -> Iterator[dict[str, Any]]:
+    name: str,
+    model: DecoderConfig,
+    optimizer: Any,
+    gpus: dict[str, str],
+    length: int,
+    batch: int,
+) -> Iterator[Row]:
     """Yield a row for each GPU: the form in device memory if it fits, or the offloaded one.
 
     Each sequence is a microbatch: an offloaded layer is copied once for all of them.
     """
     config = FinetuneConfig(
-        max_length=length, batch_size=batch, num_microbatches=batch, optimizer=optimizer  # pyright: ignore
+        max_length=length, batch_size=batch, num_microbatches=batch, optimizer=optimizer,
+        mlp_chunk_size=MLP_CHUNK if length > MLP_CHUNK else None,
     ).resolve()  # fmt: skip
     model = dataclasses.replace(model, dtype=config.param_dtype)
     steps = {
         form: training_step(dataclasses.replace(config, **FORMS[form]), 1, model)
-        for form in OPTIONS
+        for form in (IN_MEMORY, OFFLOADED)
     }
     state = sum(argument_bytes(steps[IN_MEMORY][1:], 1))
     for gpu, target in gpus.items():
-        compiled_for = target if (name, target) == OWN_PROGRAM else COMPILED_FOR
+        own = (name, (length, batch), target) == OWN_PROGRAM
+        compiled_for = target if own else COMPILED_FOR
         limit = int(0.75 * find_target(target).memory_bytes)
-        for form in (IN_MEMORY, OFFLOADED):
-            if form == IN_MEMORY and state > limit:
-                continue
-            planned = plan_step(steps[form], compiled_for)
-            if planned.peak_device_bytes <= limit:
-                break
-        else:
-            form, planned = OFFLOADED, plan_step(steps[OFFLOADED], compiled_for)
-        seconds = step_time(planned.hlo, find_rates(target)).seconds
+        form, planned = OFFLOADED, None
+        if state <= limit:
+            planned = plan_step(steps[IN_MEMORY], compiled_for)
+            form = IN_MEMORY if planned.peak_device_bytes <= limit else OFFLOADED
+        if planned is None or form == OFFLOADED:
+            planned = plan_step(steps[OFFLOADED], compiled_for)
+        rates = find_rates(target)
+        seconds, flops = step_time(planned.hlo, rates).seconds, batch * model_flops(model, length)
+        size = f", {batch} × {length} tokens" * ((length, batch) != SHORT)
         yield {
-            "name": f"{name}, {optimizer}, {gpu}" + f", {batch} sequences" * (batch > 1),
+            "name": f"{name}, {optimizer}, {gpu}{size}",
             "model": name,
             "optimizer": optimizer,
             "gpu": gpu,
+            "length": length,
             "batch_size": batch,
             "form": form,
-            "options": OPTIONS[form],
             "compiled_for": compiled_for,
             "state_bytes": state,
             "planned_device_bytes": planned.peak_device_bytes,
@@ -92,38 +153,84 @@ def plan_model(
             "fits": planned.peak_device_bytes <= limit,
             "step_seconds": seconds,
             "tokens_per_second": batch * length / seconds,
+            "peak_share": flops / seconds / rates.flops_of("bf16"),
         }
 
 
-def make_result(name: str, rows: list[dict[str, Any]], length: int, batch: str) -> Result:
+def describe_form(form: dict[str, Any], quantize: str | None) -> str:
+    """Return the options of a form, as they are typed."""
+    words = [f"--lora {RANK}"]
+    words += [f"--quantize {quantize}"] if quantize else []
+    words += ["--params-in host --activations-in device"] if "params_in" in form else []
+    return " ".join([*words, "--fuse-update"])
+
+
+def plan_adapters(
+    name: str, model: DecoderConfig, quantize: Any, gpu: str, target: str, length: int
+) -> Row:
+    """Return the row of the first form that fits, or of the last one."""
+    config = FinetuneConfig(
+        lora=RANK, quantize=quantize, max_length=length, batch_size=1
+    ).resolve()  # fmt: skip
+    model = dataclasses.replace(model, dtype=config.param_dtype)
+    limit = int(0.75 * find_target(target).memory_bytes)
+    row: Row = {}
+    for form in ADAPTER_FORMS:
+        step = training_step(dataclasses.replace(config, **form), 1, model)
+        on_device, on_host = argument_bytes(step[1:], 1)
+        if on_device > limit:
+            continue
+        planned = plan_step(step, target)
+        row = {
+            "name": f"{name}, {quantize or config.param_dtype}, {gpu}",
+            "model": name,
+            "weights": quantize or config.param_dtype,
+            "gpu": gpu,
+            "options": describe_form(form, quantize),
+            "state_bytes": on_device + on_host,
+            "planned_device_bytes": planned.peak_device_bytes,
+            "planned_host_bytes": planned.peak_host_bytes,
+            "device_limit_bytes": limit,
+            "fits": planned.peak_device_bytes <= limit,
+            "to_device_seconds": planned.step_time.to_device_seconds,
+            "compute_seconds": planned.step_time.compute_seconds,
+            "step_seconds": planned.step_seconds,
+            "tokens_per_second": length / planned.step_seconds,
+        }
+        if row["fits"]:
+            break
+    return row
+
+
+def make_result(name: str, trained: str, rows: list[Row]) -> Result:
     return Result(
         name,
-        f"fine-tuning on one GPU, {batch} of {length} tokens a step, planned",
-        {"length": length, "gpus": GPUS, "ours": [row["name"] for row in rows]},
+        f"fine-tuning of {trained} on one GPU, planned",
+        {"ours": [row["name"] for row in rows]},
         rows,
-        Bars("planned_host_bytes", "planned host memory of a step [GB]", unit=1e9),
         ["Times are modelled from published peak rates, not measured."],
     )
 
 
 def run(size: Size) -> Iterator[Result]:
     need_compiler()
-    models, gpus, length = MODELS, GPUS, LENGTH
+    models, adapted, gpus = MODELS, ADAPTED, GPUS
+    planned, weights, length = PLANNED, WEIGHTS, SHORT[0]
     if size == "small":
-        models, gpus, length = {"small": SMALL}, {"H100": "h100"}, 512
-    optimizers = OPTIMIZERS if size == "published" else OPTIMIZERS[:1]
-
-    def rows(batch: int) -> list[dict[str, Any]]:
-        return [
-            row
-            for name, model in models.items()
-            for optimizer in optimizers
-            for row in plan_model(name, model, optimizer, gpus, length, batch)
-        ]
-
-    yield make_result("finetune", rows(1), length, "one sequence")
-    batches = BATCHES if size == "published" else BATCHES[:1]
-    yield make_result(
-        "finetune_batches", [row for batch in batches for row in rows(batch)], length,
-        " or ".join(map(str, batches)) + " sequences",
-    )  # fmt: skip
+        models = adapted = {"small": SMALL}
+        planned, gpus = {"small": {"adamw": ((512, 1), (512, 8))}}, {"H100": "h100"}
+        weights, length = WEIGHTS[-1:], 512
+    rows = [
+        row
+        for name, by_optimizer in planned.items()
+        for optimizer, steps in by_optimizer.items()
+        for step in steps
+        for row in plan_model(name, models[name], optimizer, gpus, *step)
+    ]
+    yield make_result("finetune", "all parameters", rows)
+    rows = [
+        plan_adapters(name, model, quantize, "RTX 4090", "rtx4090", length)
+        for name, model in adapted.items()
+        for quantize in weights
+    ]
+    yield make_result("finetune_quantized", f"adapters of rank {RANK}", rows)

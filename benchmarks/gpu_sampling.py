@@ -12,7 +12,7 @@ from effjax.native import is_available, status
 
 from . import deform_attention, deform_conv, roi
 from .measure import add_gradients, need_compiler, plan_steps
-from .results import Bars, Result, Size, UnavailableError
+from .results import Result, Size, UnavailableError
 
 TARGET = "h100"
 NOTE = (
@@ -73,7 +73,9 @@ def plan_samplers(
     rows = []
     for operator, make in steps.items():
         for backward in (False, True):
-            for name, plan in plan_steps(make(backward), target).items():
+            plans = plan_steps(make(backward), target)
+            reference = plans["effjax xla"].step_time.seconds
+            for name, plan in plans.items():
                 time = plan.step_time
                 unknown = dict(time.unknown_kernels)
                 rows.append(
@@ -82,6 +84,7 @@ def plan_samplers(
                         "of": operator,
                         "passes": "forward+backward" if backward else "forward",
                         "step_seconds": time.seconds,
+                        "ratio": round(time.seconds / reference, 3),
                         "traffic_bytes": time.memory_bytes,
                         "temp_bytes": plan.device.temporaries,
                         **({"unknown_kernels": unknown} if unknown else {}),
@@ -90,9 +93,8 @@ def plan_samplers(
     yield Result(
         f"gpu_sampling_{target}",
         f"sampling operators in float32, modelled for {target}",
-        {"target": target},
+        {"target": target, "reference": "effjax xla"},
         rows,
-        Bars("step_seconds", "modelled time [ms]", ("of", "passes"), log=True, unit=1e-3),
         [NOTE],
     )
 

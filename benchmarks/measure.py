@@ -19,7 +19,7 @@ from effjax.memory.compiler.packages import find_compiler
 from effjax.memory.devices import find_target
 from effjax.native import is_available
 
-from .results import Bars, Result, UnavailableError, num_threads
+from .results import Result, UnavailableError, num_threads
 
 TARGET = "h200"
 
@@ -66,7 +66,6 @@ def time_steps(
     reference: str,
     rounds: int,
     peers: Mapping[str, Callable[[], Any]] | None = None,
-    fragments: Mapping[str, Callable[[], Any]] | None = None,
     notes: Sequence[str] = (),
 ) -> Result:
     """Compile all steps and time them in turn.
@@ -81,8 +80,6 @@ def time_steps(
         rounds: Number of timed runs of each program.
         peers: Functions of other frameworks without arguments. They return NumPy arrays in the
             layout of the steps' results.
-        fragments: Functions without arguments that compute only a part of a step. Their results
-            are not compared.
         notes: Sentences below the table. Empty ones are dropped.
 
     Returns:
@@ -90,22 +87,20 @@ def time_steps(
         the compile time, and the largest difference from the reference's results, relative to
         their maximum.
     """
-    peers, fragments = peers or {}, fragments or {}
+    peers = peers or {}
     runs: dict[str, Callable[[], Any]] = {}
     compiler: dict[str, dict] = {}
     for program, fn in track(steps.items(), "compiling", transient=True):
         compiled, compiler[program] = compile_program(fn, *args)
         runs[program] = lambda compiled=compiled: compiled(*args)
-    runs |= {**peers, **fragments}
+    runs |= peers
     results = {program: jax.block_until_ready(run()) for program, run in runs.items()}
     times = time_in_turn(runs, reference=reference, rounds=rounds)
     rows = []
     for program in runs:
         row = {"name": program, **times[program]}
         row |= compiler.get(program, {"temp_bytes": None, "compile_seconds": 0.0})
-        row["difference"] = None
-        if program not in fragments:
-            row["difference"] = relative_difference(results[program], results[reference])
+        row["difference"] = relative_difference(results[program], results[reference])
         rows.append(row)
     settings = {"threads": num_threads(), "rounds": rounds, "reference": reference}
     return Result(name, title, {**config, **settings}, rows, notes=list(filter(None, notes)))
@@ -143,12 +138,6 @@ def quartiles(values: Sequence[float], digits: int) -> list[float]:
     """Return the first and the third quartile."""
     first, third = np.quantile(np.asarray(values), (0.25, 0.75)).tolist()
     return [round(first, digits), round(third, digits)]
-
-
-def fit_exponent(x: Sequence[float], y: Sequence[float]) -> float:
-    """Return p of ``y = a · x^p``, by least squares in logarithms."""
-    slope, _ = np.polyfit(np.log(np.asarray(x, float)), np.log(np.asarray(y, float)), 1)
-    return round(float(slope), 2)
 
 
 def relative_difference(tree: Any, reference: Any) -> float:
@@ -197,5 +186,4 @@ def plan_training(
         f"{title}, planned for {target}",
         {**config, "target": target},
         rows,
-        Bars("peak_bytes", "peak of a training step [GB]", unit=1e9),
     )

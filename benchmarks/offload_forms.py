@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from effjax import (
     OffloadState,
-    host_init,
     offload_jit,
     offload_scan,
     offload_train_step,
@@ -28,27 +27,22 @@ from effjax.models.scan import scan_layers
 from .transformer import TransformerLM, split_loss
 
 Place = Literal["device", "host"]
+ADAM = optax.adam(1e-3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A model, its batch and its optimizer."""
+    """A model and its batch."""
 
-    layers: int = 8
+    layers: int = 4
     width: int = 256
     heads: int = 4
     context: int = 256
     batch_size: int = 8
     dtype: str = "float32"
-    dropout: float = 0.1
-    optimizer: Literal["adam", "sgd"] = "adam"
     vocab_size: int = 256
     mlp_width: int | None = None
     param_dtype: str = "float32"
-
-    @property
-    def tx(self) -> optax.GradientTransformation:
-        return {"adam": optax.adam, "sgd": optax.sgd}[self.optimizer](1e-3)
 
     @property
     def abstract_model(self) -> TransformerLM:
@@ -61,7 +55,6 @@ class Setting:
             width=self.width,
             num_heads=self.heads,
             mlp_width=self.mlp_width,
-            dropout_rate=self.dropout,
             dtype=jnp.dtype(self.dtype),
             param_dtype=jnp.dtype(self.param_dtype),
             rngs=nnx.Rngs(1),
@@ -76,16 +69,13 @@ class Setting:
         # The last token of a row is predicted only.
         return jax.ShapeDtypeStruct((self.batch_size, self.context + 1), jnp.int32)
 
-    def make_batch(self) -> jax.Array:
-        return jax.random.randint(jax.random.key(1), self.tokens.shape, 0, self.vocab_size)
-
 
 class Form(NamedTuple):
     """Methods that apply and update the layers.
 
     layers:      where their parameters are.
-    apply:       applies the layers, as the argument `apply_layers` of `TransformerLM.features`.
-                 None if only the whole step exists.
+    apply:       applies the layers: ``apply(layer, params, x, None) -> x``. None if only the whole
+                 step exists.
     moments:     where the state of one optimizer for all parameters is. None if
                  `offload_train_step` updates each layer with its own state.
     fuse_update: argument of `offload_train_step`.
@@ -102,26 +92,24 @@ class Form(NamedTuple):
 def checkpointed(policy: Callable) -> Callable:
     """Return a function that applies the layers in a scan under a checkpoint policy."""
 
-    def apply(layer: Callable, layers: Any, x: Any, key: Any) -> Any:
+    def apply(layer: Callable, layers: Any, x: Any, key: None = None) -> Any:
         def named(params, x, key):
-            return layer(params, checkpoint_name(x, "input"), key)
+            return layer(params, checkpoint_name(x, "input"))
 
         return scan_layers(jax.checkpoint(named, policy=policy, prevent_cse=False), layers, x, key)
 
     return apply
 
 
-def apply_from_host(layer: Callable, layers: Any, x: Any, key: Any) -> Any:
+def apply_from_host(layer: Callable, layers: Any, x: Any, key: None = None) -> Any:
     """Fetch the parameters of one layer after the other, recomputing the layers."""
     return scan_layers(
-        lambda params, x, key: layer(to_device(params), x, key), layers, x, key, remat=True
+        lambda params, x, key: layer(to_device(params), x), layers, x, key, remat=True
     )
 
 
 def apply_offloaded(params_in: Place) -> Callable:
-    return lambda layer, layers, x, key: offload_scan(
-        layer, layers, x, key=key, params_in=params_in
-    )
+    return lambda layer, layers, x, key: offload_scan(layer, layers, x, params_in=params_in)
 
 
 POLICIES = jax.checkpoint_policies
@@ -169,37 +157,31 @@ OURS: dict[str, Form] = {
 FORMS = PEERS | OURS
 
 
-def gradients_of(setting: Setting, form: Form) -> Callable:
-    """Return `(layers, others, tokens, key) -> (loss, gradients of layers and others)`."""
-    functions = split_loss(setting.abstract_model)
-
-    def loss(layers, others, tokens, key):
-        assert form.apply is not None
-        x = form.apply(functions.layer, layers, functions.embed(others, tokens, key), key)
-        return functions.head(others, x, tokens, key)
-
-    return jax.value_and_grad(loss, argnums=(0, 1))
-
-
 def step_of(setting: Setting, form: Form) -> tuple[Callable, Callable]:
-    """Return `(init, step)` as `effjax.offload_train_step`."""
+    """Return `(init, step)` as `effjax.offload_train_step`, with Adam."""
+    functions = split_loss(setting.abstract_model)
     if form.moments is None:
         options: dict[str, Any] = dict(params_in=form.layers, fuse_update=form.fuse_update)
-        return offload_train_step(
-            *split_loss(setting.abstract_model), setting.tx, **options | dict(form.options)
-        )
-    gradients = gradients_of(setting, form)
+        return offload_train_step(*functions, ADAM, **options | dict(form.options))
+    apply = form.apply
+    assert apply is not None
+
+    def loss_of(layers, others, tokens):
+        x = apply(functions.layer, layers, functions.embed(others, tokens), None)
+        return functions.head(others, x, tokens)
+
+    gradients = jax.value_and_grad(loss_of, argnums=(0, 1))
 
     def init(*params):
-        moments = setting.tx.init(to_device(params))
+        moments = ADAM.init(to_device(params))
         put = to_host if form.moments == "host" else to_device
         return params, jax.tree.map(lambda a: put(a) if a.ndim > 1 else a, moments)
 
-    def step(state, tokens, key):
-        loss, grads = gradients(*state[0], tokens, key)
+    def step(state, tokens):
+        loss, grads = gradients(*state[0], tokens)
         # Everything on the host comes to the device for the update, and goes back after it.
         params, moments, grads = to_device((*state, grads))
-        updates, moments = setting.tx.update(grads, moments, params)
+        updates, moments = ADAM.update(grads, moments, params)
         new_state = optax.apply_updates(params, updates), moments
         return jax.tree.map(_put_like, new_state, state), loss
 
@@ -208,19 +190,6 @@ def step_of(setting: Setting, form: Form) -> tuple[Callable, Callable]:
 
 def _put_like(new: jax.Array, old: jax.Array) -> jax.Array:
     return to_host(new) if jax.typeof(old).memory_space == jax.memory.Space.Host else new
-
-
-def make_params(setting: Setting, where: Place) -> tuple[Any, Any]:
-    """Initialize `(layers, others)`, the same every time."""
-    model = setting.abstract_model
-
-    @jax.jit
-    def others():
-        # XLA drops the parameters of the one layer, which are not used.
-        return split_params(setting.make_model(1))[1]
-
-    layers = host_init(model.init_layer, model.layer_keys(jax.random.key(0)))
-    return (to_device(layers) if where == "device" else layers), others()
 
 
 def split_params(model: TransformerLM) -> tuple[Any, Any]:
@@ -246,15 +215,15 @@ def abstract_step(setting: Setting, form: Form) -> tuple:
 
     layers, others = split_params(setting.abstract_model)
     params = place(layers, form.layers), place(others, "device")
-    batch = place(setting.tokens, "device"), jax.random.key(2)
-    step, init = offload_jit(step_of(setting, form)[1]), setting.tx.init
+    tokens = place(setting.tokens, "device")
+    step, init = offload_jit(step_of(setting, form)[1]), ADAM.init
     if form.moments is not None:
         moments = jax.eval_shape(init, (layers, others))
-        return step, (params, place_state(moments, form.moments)), *batch
+        return step, (params, place_state(moments, form.moments)), tokens
     layer_moments = jax.eval_shape(jax.vmap(init), layers)
     moments = jax.eval_shape(init, others)
     state = OffloadState(*params, place_state(layer_moments, form.layers), place(moments, "device"))
-    return step, state, *batch
+    return step, state, tokens
 
 
 def planned_bytes(plan: MemoryPlan) -> dict[str, int]:

@@ -12,7 +12,7 @@ from effjax.memory import plan
 from effjax.optimizers import adamw_8bit, in_float32, stochastic_rounding
 
 from .measure import need_compiler
-from .results import Bars, Result, Size
+from .results import Result, Size
 
 TARGET = "h100"
 RATE = 1e-3
@@ -57,7 +57,6 @@ def plan_matrix(shape: tuple[int, int], names: Sequence[str] = tuple(OPTIMIZERS)
         f"the update of a matrix of {shape[0]} × {shape[1]} by optimizer, planned for {TARGET}",
         {"shape": shape, "dtype": "bfloat16", "target": TARGET},
         rows,
-        Bars("peak_bytes", "peak of the update [GB]", unit=1e9),
     )
 
 

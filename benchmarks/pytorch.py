@@ -11,7 +11,6 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from .results import num_threads
@@ -97,41 +96,3 @@ def block_steps(params: Sequence[Any], x: Any, weights: Any) -> dict[str, Callab
         return loss.detach().numpy(), (grads, to_nhwc(image.grad))
 
     return {PLAIN: lambda: step(False), EFFICIENT: lambda: step(True)}
-
-
-def block_kept_bytes(params: Sequence[Any], x: jax.ShapeDtypeStruct, efficient: bool) -> int:
-    """Return the bytes autograd keeps for the backward pass of a block, each storage once.
-
-    Nothing is computed: the tensors are on the meta device.
-    """
-    torch: Any = importlib.import_module("torch")
-
-    def to_tensor(a: Any) -> Any:
-        shape = [a.shape[i] for i in (3, 2, 0, 1)] if len(a.shape) == 4 else a.shape
-        return torch.empty(*shape, device="meta", requires_grad=True)
-
-    layers = [{k: to_tensor(v) for k, v in p._asdict().items()} for p in params]
-    n, h, w, c = x.shape
-    image = torch.empty(n, c, h, w, device="meta", requires_grad=True)
-    # By address. Keeping the storage alive keeps its address from being used again.
-    storages: dict[int, Any] = {}
-
-    def keep(t: Any) -> Any:
-        storage = t.untyped_storage()
-        storages[storage._cdata] = storage
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        y, features = _dense_block(image, layers, efficient)
-    if efficient:
-        # torch.utils.checkpoint holds the arguments of its functions outside of the hooks.
-        for t in (*features[:-1], *(p[k] for p in layers for k in ("scale1", "bias1", "kernel1"))):
-            keep(t)
-    del y
-    return sum(storage.nbytes() for storage in storages.values())
-
-
-KEPT_BYTES: dict[str, Callable[[Any, Any], int]] = {
-    PLAIN: lambda params, x: block_kept_bytes(params, x, False),
-    EFFICIENT: lambda params, x: block_kept_bytes(params, x, True),
-}

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,37 +17,12 @@ from rich.text import Text
 import effjax
 
 Size = Literal["small", "published"]
+Row = dict[str, Any]
 PACKAGES = ("effjax", "jax", "jaxlib", "flax", "numpy", "torch", "torchvision")
 
 
 class UnavailableError(Exception):
     """A benchmark that cannot run here; the message says what is missing and how to get it."""
-
-
-class Bars(NamedTuple):
-    """A plot with a horizontal bar per row, and quartiles where a row has `KEY_quartiles`.
-
-    groups: keys of the rows that are shown beside their names.
-    unit: the unit of the label; values are divided by it.
-    """
-
-    key: str
-    label: str
-    groups: Sequence[str] = ()
-    log: bool = False
-    unit: float = 1.0
-
-
-class Curves(NamedTuple):
-    """A plot with a line per program, on logarithmic axes."""
-
-    x: str
-    y: str
-    label: str
-    unit: float = 1.0
-
-
-RATIOS = Bars("ratio", "time relative to the reference (lines: quartiles of the rounds)")
 
 
 class Result(NamedTuple):
@@ -63,8 +38,7 @@ class Result(NamedTuple):
     name: str
     title: str
     config: dict[str, Any]
-    rows: list[dict[str, Any]]
-    plot: Bars | Curves | None = RATIOS
+    rows: list[Row]
     notes: Sequence[str] = ()
 
 
@@ -73,68 +47,86 @@ def is_ours(result: Result, name: str) -> bool:
     return "effjax" in name or name in result.config.get("ours", ())
 
 
-# Header, key of the row, format, unit.
+class Column(NamedTuple):
+    """A column of a table.
+
+    value: key of the rows, or a function of a row.
+    form:  template of `str.format` for a number, or for each of several.
+    unit:  the unit of the header; numbers are divided by it.
+    only:  values that the rows of this column have, each one value or a tuple of them.
+    """
+
+    header: str
+    value: str | Callable[[Row], Any]
+    form: str = "{}"
+    unit: float = 1
+    only: Mapping[str, Any] = {}
+
+    def show(self, row: Row) -> str | None:
+        """Return the cell of a row, or None if it has none."""
+        for key, wanted in self.only.items():
+            if row.get(key) not in (wanted if isinstance(wanted, tuple) else (wanted,)):
+                return None
+        value = self.value(row) if callable(self.value) else row.get(self.value)
+        if value is None or isinstance(value, str):
+            return value
+        numbers = value if isinstance(value, (list, tuple)) else (value,)
+        return "–".join(self.form.format(v / self.unit if v else v) for v in numbers)
+
+
+def make_table(
+    rows: Iterable[Row], columns: Sequence[Column], by: Sequence[str] = ()
+) -> list[list[str]]:
+    """Return the header and the lines of a table, without columns that are empty in all lines.
+
+    Rows that agree in all keys of `by` are one line. A cell has the values of all of them, or one
+    if they are equal.
+    """
+    lines: dict[Any, list[Row]] = {}
+    for i, row in enumerate(rows):
+        lines.setdefault(tuple(row[key] for key in by) if by else i, []).append(row)
+    table = [[column.header for column in columns]]
+    for line in lines.values():
+        shown = [[c for row in line if (c := column.show(row)) is not None] for column in columns]
+        table.append([" / ".join(cells if len(set(cells)) > 1 else cells[:1]) for cells in shown])
+    used = [i for i in range(len(columns)) if any(line[i] for line in table[1:])]
+    return [[line[i] for i in used] for line in table]
+
+
+# The columns of all subjects.
 COLUMNS = (
-    ("part", "of", "", 0),
-    ("passes", "passes", "", 0),
-    ("layers", "layers", ".0f", 1),
-    ("batch", "batch_size", ".0f", 1),
-    ("devices", "devices", ".0f", 1),
-    ("mean", "mean", "g", 1),
-    ("parameters [B]", "parameters", ".2f", 1e9),
-    ("step [ms]", "seconds", ".1f", 1e-3),
-    ("x reference", "ratio", ".2f", 1),
-    ("quartiles", "ratio_quartiles", ".2f", 1),
-    ("tokens/s", "tokens_per_second", ".0f", 1),
-    ("all-reduces", "all_reduces", ".0f", 1),
-    ("loss", "loss", ".3f", 1),
-    ("quartiles of the loss", "loss_quartiles", ".3f", 1),
-    ("error of variance", "variance_error", ".1e", 1),
-    ("temp [MB]", "temp_bytes", ".1f", 1e6),
-    ("peak [MB]", "peak_bytes", ".1f", 1e6),
-    ("traffic [MB]", "traffic_bytes", ".0f", 1e6),
-    ("kept [MB]", "kept_bytes", ".2f", 1e6),
-    ("kept [x]", "kept", ".2f", 1),
-    ("exponent", "exponent", ".2f", 1),
-    ("planned [GB]", "planned_device_bytes", ".3f", 1e9),
-    ("on host [GB]", "planned_host_bytes", ".3f", 1e9),
-    ("to device [GB]", "to_device_bytes", ".1f", 1e9),
-    ("to host [GB]", "to_host_bytes", ".1f", 1e9),
-    ("saving [GiB]", "save_bytes", ".2f", 2**30),
-    ("restoring [GiB]", "restore_bytes", ".2f", 2**30),
-    ("modelled step [ms]", "step_seconds", ".2f", 1e-3),
-    ("compiled", "compiled", ".0f", 1),
-    ("trace [s]", "trace_seconds", ".2f", 1),
-    ("CPU [ms]", "cpu_seconds", ".1f", 1e-3),
-    ("modules", "modules", ".0f", 1),
-    ("plan [s]", "plan_seconds", ".1f", 1),
-    ("compile [s]", "compile_seconds", ".1f", 1),
-    ("max difference", "difference", ".1e", 1),
-    ("same bits", "bit_identical", ".0f", 1),
-    ("same as remat", "bit_identical_to_remat", ".0f", 1),
+    Column("program", "name"),
+    Column("part", "of"),
+    Column("passes", "passes"),
+    Column("layers", "layers"),
+    Column("batch", "batch_size"),
+    Column("devices", "devices"),
+    Column("mean", "mean", "{:g}"),
+    Column("parameters [B]", "parameters", "{:.2f}", 1e9),
+    Column("step [ms]", "seconds", "{:.1f}", 1e-3),
+    Column("x reference", "ratio", "{:.2f}"),
+    Column("quartiles", "ratio_quartiles", "{:.2f}"),
+    Column("tokens/s", "tokens_per_second", "{:.0f}"),
+    Column("all-reduces", "all_reduces"),
+    Column("loss", "loss", "{:.3f}"),
+    Column("error of variance", "variance_error", "{:.1e}"),
+    Column("temp [MB]", "temp_bytes", "{:.1f}", 1e6),
+    Column("peak [MB]", "peak_bytes", "{:.1f}", 1e6),
+    Column("kept [MB]", "kept_bytes", "{:.2f}", 1e6),
+    Column("kept [x]", "kept", "{:.2f}"),
+    Column("planned [GB]", "planned_device_bytes", "{:.3f}", 1e9),
+    Column("on host [GB]", "planned_host_bytes", "{:.3f}", 1e9),
+    Column("to device [GB]", "to_device_bytes", "{:.1f}", 1e9),
+    Column("to host [GB]", "to_host_bytes", "{:.1f}", 1e9),
+    Column("modelled step [ms]", "step_seconds", "{:.2f}", 1e-3),
+    Column("compile [s]", "compile_seconds", "{:.1f}"),
+    Column("max difference", "difference", "{:.1e}"),
 )
-
-
-def format_cells(rows: Sequence[dict]) -> list[list[str]]:
-    """Return the header and the rows as text, without columns that are empty in all rows."""
-    columns = [column for column in COLUMNS if any(row.get(column[1]) is not None for row in rows)]
-
-    def cell(value: Any, form: str, unit: float) -> str:
-        if value is None:
-            return ""
-        if isinstance(value, (list, tuple)):
-            return "–".join(f"{v / unit:{form}}" for v in value)
-        return f"{value / unit:{form}}" if form else str(value)
-
-    lines = [["program", *(column[0] for column in columns)]]
-    for row in rows:
-        lines.append([row["name"], *(cell(row.get(key), f, u) for _, key, f, u in columns)])
-    return lines
 
 
 def print_table(result: Result) -> None:
     """Print a table and its notes, as wide as the table needs."""
-    header, *rows = ([Text(cell) for cell in row] for row in format_cells(result.rows))
+    header, *rows = ([Text(cell) for cell in line] for line in make_table(result.rows, COLUMNS))
     table = Table(title=Text(result.title))
     for i, name in enumerate(header):
         table.add_column(name, no_wrap=True, justify="right" if i else "left")
@@ -148,29 +140,23 @@ def print_table(result: Result) -> None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
-def as_markdown(result: Result) -> str:
-    """Return a Markdown section with the table and its notes."""
-    header, *rows = format_cells(result.rows)
-    line = ["---", *["---:"] * (len(header) - 1)]
-    table = [f"| {' | '.join(row)} |" for row in (header, line, *rows)]
-    notes = [text for note in result.notes for text in ("", note)]
-    return "\n".join([f"## {result.title}", "", *table, *notes, ""])
+def as_markdown(table: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    header, *rows = (re.sub(" +", " ", f"| {' | '.join(line)} |\n") for line in table)
+    return "".join([header, "|" + "---|" * len(table[0]) + "\n", *rows])
 
 
 def headline(result: Result) -> str:
-    """Return one line: effjax's ratios to the reference, or the exponents of growth."""
-    growth = [row for row in result.rows if "exponent" in row]
+    """Return one line: effjax's ratios to the reference."""
     ratios = []
     for row in result.rows:
-        if not growth and "ratio" in row and is_ours(result, row["name"]):
+        ours = "effjax" in row["name"] or row["name"] in result.config.get("ours", ())
+        if ours and "ratio" in row:
             quartiles = row.get("ratio_quartiles")
             spread = f" ({quartiles[0]:.2f}–{quartiles[1]:.2f})" if quartiles else ""
             ratios.append(f"{row['name']} {row['ratio']:.2f}{spread}")
-    text = ", ".join(f"{row['name']} ∝ depth^{row['exponent']:.2f}" for row in growth)
-    if ratios:
-        quantity = "time" if result.plot == RATIOS else "memory"
-        reference = result.config.get("reference", result.rows[0]["name"])
-        text = f"{', '.join(ratios)} of the {quantity} of {reference}"
+    reference = result.config.get("reference", result.rows[0]["name"])
+    text = f"{', '.join(ratios)} of {reference}" if ratios else ""
     return ": ".join(filter(None, [result.title, text]))
 
 

@@ -1,9 +1,8 @@
-"""Batch norm over devices: Flax's classes with an `axis_name` and effjax's drop-in replacements.
+"""Batch norm and ReLU on one device, and batch norm over several, effjax's and Flax's.
 
-The first table has the time of a gradient, the number of all-reduces of the compiled program and
-the bytes kept for the backward pass. The second one has the error of the variance for large means.
-The devices are simulated on one CPU and share its cores, so the times show the work and not the
-network.
+The first tables have the time of a step and the bytes kept for the backward pass. The last one has
+the all-reduces of the compiled program. Its devices are simulated on one CPU and share its cores,
+so the times show the work and not the network.
 """
 
 import concurrent.futures
@@ -15,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen, nnx
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -24,53 +22,93 @@ import effjax.linen
 import effjax.nnx
 from effjax.memory import collectives, residual_bytes
 
-from .measure import compile_program, relative_difference, time_in_turn
-from .results import Bars, Result, Size
+from .measure import compile_program, relative_difference, time_in_turn, time_steps
+from .results import Result, Row, Size
 
+REFERENCE = "Flax BatchNorm"
 DEVICES = (1, 2, 4, 8)
-MEANS = (0.0, 1e2, 1e4)  # of inputs with standard deviation 1
 # [N, H, W, C] of the whole batch; N is divided over the devices.
-SHAPES: dict[Size, tuple[int, ...]] = {"small": (64, 14, 14, 32), "published": (64, 28, 28, 64)}
+SHARDED: dict[Size, tuple[int, ...]] = {"small": (64, 14, 14, 32), "published": (64, 28, 28, 64)}
 ROUNDS = 5
 AXIS = "data"
-REFERENCE = "Flax linen.BatchNorm"
-# (x, scale, bias) -> (y, variance of the whole batch), mapped over the axis AXIS.
-Norm = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+KEPT = "kept: for the backward pass, in multiples of the input's bytes."
+Norm = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of x, scale and bias
 
 
-def make_linen_norm(cls: type[linen.BatchNorm], **options: Any) -> Norm:
+def linen_norm(cls: type[linen.BatchNorm] = linen.BatchNorm, **options: Any) -> Norm:
     def norm(x, scale, bias):
-        # With momentum 0, the updated running variance is the variance of the batch.
-        module = cls(use_running_average=False, momentum=0.0, axis_name=AXIS, **options)
-        stats = {"mean": jnp.zeros(x.shape[-1]), "var": jnp.ones(x.shape[-1])}
-        variables = {"params": {"scale": scale, "bias": bias}, "batch_stats": stats}
+        module = cls(use_running_average=False, dtype=x.dtype, **options)
+        variables = {"params": {"scale": scale, "bias": bias}}
         output: Any = module.apply(variables, x, mutable=["batch_stats"])
-        y, updates = output
-        return y, updates["batch_stats"]["var"]
+        return output[0]
 
     return norm
 
 
-def make_nnx_norm(cls: type[nnx.BatchNorm]) -> Norm:
+def nnx_norm(cls: type[nnx.BatchNorm] = nnx.BatchNorm, **options: Any) -> Norm:
     def norm(x, scale, bias):
-        options: dict[str, Any] = dict(momentum=0.0, axis_name=AXIS, rngs=nnx.Rngs(0))
-        module = cls(x.shape[-1], use_running_average=False, **options)
+        module = cls(
+            x.shape[-1], use_running_average=False, dtype=x.dtype, rngs=nnx.Rngs(0), **options
+        )
         module.scale, module.bias = nnx.Param(scale), nnx.Param(bias)
-        return module(x), module.var[...]
+        return module(x)
 
     return norm
+
+
+def with_relu(norm: Norm) -> Norm:
+    return lambda *args: jax.nn.relu(norm(*args))
+
+
+def effjax_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+    return effjax.sync_batch_norm(x, scale, bias, activation="relu")[0]
 
 
 NORMS: dict[str, Norm] = {
-    REFERENCE: make_linen_norm(linen.BatchNorm),
-    "Flax nnx.BatchNorm": make_nnx_norm(nnx.BatchNorm),
-    "effjax.linen.BatchNorm": make_linen_norm(effjax.linen.BatchNorm),
-    "effjax.nnx.BatchNorm": make_nnx_norm(effjax.nnx.BatchNorm),
+    REFERENCE: with_relu(linen_norm()),
+    "Flax BatchNorm, use_fast_variance=False": with_relu(linen_norm(use_fast_variance=False)),
+    "Flax nnx.BatchNorm": with_relu(nnx_norm()),
+    "effjax.sync_batch_norm": effjax_norm,
 }
-# A further row of the second table: Flax's variance in two passes.
-STABLE_NORMS = {
-    "Flax, use_fast_variance=False": make_linen_norm(linen.BatchNorm, use_fast_variance=False)
+SHARDED_NORMS: dict[str, Norm] = {
+    "Flax linen.BatchNorm": linen_norm(axis_name=AXIS),
+    "Flax nnx.BatchNorm": nnx_norm(axis_name=AXIS),
+    "effjax.linen.BatchNorm": linen_norm(effjax.linen.BatchNorm, axis_name=AXIS),
+    "effjax.nnx.BatchNorm": nnx_norm(effjax.nnx.BatchNorm, axis_name=AXIS),
 }
+
+
+def make_gradient(norm: Norm) -> Callable:
+    """Return the gradients (dx, dscale, dbias) of a weighted sum of the norm's outputs."""
+
+    def loss(x, scale, bias, weights):
+        return jnp.sum((norm(x, scale, bias) * weights).astype(jnp.float32))
+
+    return jax.grad(loss, argnums=(0, 1, 2))
+
+
+def make_arguments(shape: tuple[int, ...], dtype: str = "float32") -> tuple[jax.Array, ...]:
+    x, weights = (jax.random.normal(jax.random.key(i), shape, jnp.dtype(dtype)) for i in (0, 1))
+    return x, jnp.ones(shape[-1]), jnp.zeros(shape[-1]), weights
+
+
+def measure_norms(shape: tuple[int, ...], dtype: str, rounds: int) -> Result:
+    """Time all norms, and count the bytes autodiff keeps between forward and backward pass."""
+    args = make_arguments(shape, dtype)
+    result = time_steps(
+        f"batch_norm_{dtype}",
+        f"batch norm + ReLU, {shape}, {dtype}",
+        {"shape": shape, "dtype": dtype, "relu": True},
+        {name: make_gradient(norm) for name, norm in NORMS.items()},
+        args,
+        reference=REFERENCE,
+        rounds=rounds,
+        notes=[KEPT],
+    )
+    for row in result.rows:
+        kept = residual_bytes(NORMS[row["name"]], *args[:3]).bytes
+        row["kept"] = round(kept / args[0].nbytes, 2)
+    return result
 
 
 def shard_batch(mesh: Mesh, fn: Callable, out_specs: Any) -> Callable:
@@ -84,78 +122,35 @@ def shard_batch(mesh: Mesh, fn: Callable, out_specs: Any) -> Callable:
     return mapped
 
 
-def make_gradient(norm: Norm) -> Callable:
-    """Return the gradients (dx, dscale, dbias) of a weighted sum of the norm's outputs."""
-
-    def loss(x, scale, bias, weights):
-        return jnp.sum(norm(x, scale, bias)[0] * weights)
-
-    return jax.grad(loss, argnums=(0, 1, 2))
-
-
-def measure_gradients(mesh: Mesh, shape: tuple[int, ...], rounds: int) -> list[dict]:
-    """Time the gradients of a batch that is sharded over the mesh; return a row per class.
-
-    "kept" is the size of the residuals as a multiple of x.
-    """
-    x, weights = (jax.random.normal(jax.random.key(i), shape) for i in (0, 1))
-    args = x, jnp.ones(shape[-1]), jnp.zeros(shape[-1]), weights
+def measure_sharded(num_devices: int, shape: tuple[int, ...], rounds: int) -> list[Row]:
+    """Time the gradients of a sharded batch and count their all-reduces; return a row per class."""
+    devices = jax.devices()[:num_devices]
+    mesh = jax.make_mesh((num_devices,), (AXIS,), (AxisType.Auto,), devices=devices)
+    args = make_arguments(shape)
     compiled, compiler = {}, {}
-    for name, norm in NORMS.items():
+    for name, norm in SHARDED_NORMS.items():
         step = shard_batch(mesh, make_gradient(norm), (P(AXIS), P(), P()))
         compiled[name], compiler[name] = compile_program(step, *args)
     runs = {name: functools.partial(program, *args) for name, program in compiled.items()}
-    times = time_in_turn(runs, reference=REFERENCE, rounds=rounds)
-    expected = runs[REFERENCE]()
+    reference = next(iter(runs))
+    times = time_in_turn(runs, reference=reference, rounds=rounds)
+    expected = runs[reference]()
     rows = []
-    for name, norm in NORMS.items():
-        forward = shard_batch(mesh, lambda *a, norm=norm: norm(*a)[0], P(AXIS))
+    for name, norm in SHARDED_NORMS.items():
+        forward = shard_batch(mesh, norm, P(AXIS))
         counts = collectives(compiled[name].as_text())
         rows.append(
             {
                 "name": name,
-                "devices": mesh.size,
+                "devices": num_devices,
                 **times[name],
                 "all_reduces": sum(c.count for c in counts if c.kind == "all-reduce"),
-                "kept": round(residual_bytes(forward, *args[:3]).bytes / x.nbytes, 2),
+                "kept": round(residual_bytes(forward, *args[:3]).bytes / args[0].nbytes, 2),
                 **compiler[name],
                 "difference": relative_difference(runs[name](), expected),
             }
         )
     return rows
-
-
-def measure_variance_errors(
-    mesh: Mesh, shape: tuple[int, ...], means: Sequence[float]
-) -> list[dict]:
-    """Return a row per mean and class: the largest relative error of a channel's variance."""
-    ones = jnp.ones(shape[-1])
-    compiled = {
-        name: jax.jit(shard_batch(mesh, lambda *a, norm=norm: norm(*a)[1], P()))
-        for name, norm in (NORMS | STABLE_NORMS).items()
-    }
-    rows = []
-    for mean in means:
-        x = np.random.default_rng(0).normal(mean, 1, shape).astype(np.float32)
-        expected = x.astype(np.float64).var((0, 1, 2))
-        for name, variance in compiled.items():
-            actual = np.asarray(variance(jnp.asarray(x), ones, ones), np.float64)
-            error = float(np.max(np.abs(actual - expected) / expected))
-            rows.append({"name": name, "mean": mean, "variance_error": float(f"{error:.1e}")})
-    return rows
-
-
-def make_mesh(num_devices: int) -> Mesh:
-    devices = jax.devices()[:num_devices]
-    return jax.make_mesh((num_devices,), (AXIS,), (AxisType.Auto,), devices=devices)
-
-
-def measure_all(
-    shape: tuple[int, ...], rounds: int, devices: Sequence[int]
-) -> tuple[list[dict], list[dict]]:
-    """Return the rows of both tables."""
-    gradients = [row for n in devices for row in measure_gradients(make_mesh(n), shape, rounds)]
-    return gradients, measure_variance_errors(make_mesh(devices[-1]), shape, MEANS)
 
 
 def simulate_devices() -> None:
@@ -168,31 +163,26 @@ def simulate_devices() -> None:
     jax.config.update("jax_num_cpu_devices", max(DEVICES))
 
 
-def run(size: Size, devices: Sequence[int] = DEVICES) -> Iterator[Result]:
-    shape = SHAPES[size]
+def measure_devices(shape: tuple[int, ...], devices: Sequence[int] = DEVICES) -> Result:
     # JAX fixes the number of devices when it initializes a backend, and simulated devices would
-    # take threads from other benchmarks. So this one runs in a new process.
+    # take threads from other benchmarks. So this table is measured in a new process.
     with concurrent.futures.ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), initializer=simulate_devices
     ) as pool:
-        gradients, errors = pool.submit(measure_all, shape, ROUNDS, devices).result()
-    config = {"shape": shape, "dtype": "float32"}
-    yield Result(
+        rows = [
+            row for n in devices for row in pool.submit(measure_sharded, n, shape, ROUNDS).result()
+        ]
+    return Result(
         "sync_batch_norm",
         f"gradients of batch norm over simulated devices, {shape}",
-        config | {"rounds": ROUNDS, "reference": REFERENCE},
-        gradients,
-        Bars("all_reduces", "all-reduces, forward and backward together", groups=["devices"]),
-        [
-            "kept: for the backward pass, in multiples of the input's bytes.",
-            "all-reduces: of the whole program, with the sums of the gradients of scale and bias.",
-            "The devices are simulated and share the cores of one CPU.",
-        ],
+        {"shape": shape, "rounds": ROUNDS},
+        rows,
+        [KEPT, "all-reduces: of the whole program, with the gradients of scale and bias."],
     )
-    yield Result(
-        "sync_batch_norm_error",
-        "relative error of the variance against float64, by the mean of the values (deviation 1)",
-        config,
-        errors,
-        Bars("variance_error", "largest relative error of a channel", groups=["mean"], log=True),
-    )
+
+
+def run(size: Size) -> Iterator[Result]:
+    shape, rounds = ((32, 56, 56, 64), 10) if size == "published" else ((8, 28, 28, 64), 7)
+    for dtype in ("float32", "bfloat16"):
+        yield measure_norms(shape, dtype, rounds)
+    yield measure_devices(SHARDED[size])

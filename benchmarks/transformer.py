@@ -11,11 +11,9 @@ from flax.typing import Dtype
 
 from effjax import linear_cross_entropy
 from effjax.models.scan import scan_layers
-from effjax.ops.dropout import dropout
 
 Params = dict[str, Any]
-Layer = Callable[[Params, jax.Array, jax.Array | None], jax.Array]
-ApplyLayers = Callable[[Layer, Params, jax.Array, jax.Array | None], jax.Array]
+Layer = Callable[..., jax.Array]
 
 ROTARY_BASE = 10000.0
 
@@ -29,7 +27,6 @@ class TransformerLM(nnx.Module):
         vocab_size: number of tokens; 256 for bytes.
         num_layers, width, num_heads: of the stack; each head has `width / num_heads` channels.
         mlp_width: hidden channels of the MLP. If None, four times `width`.
-        dropout_rate: of the outputs of attention and MLP, in [0, 1).
         dtype: of the computation. If None, `param_dtype`.
         param_dtype: of the parameters.
         rngs: for the parameters (stream `params`). `layer_keys` and `init_layer` derive the layers
@@ -47,7 +44,6 @@ class TransformerLM(nnx.Module):
         width: int,
         num_heads: int,
         mlp_width: int | None = None,
-        dropout_rate: float = 0.0,
         dtype: Dtype | None = None,
         param_dtype: Dtype = jnp.float32,
         rngs: nnx.Rngs,
@@ -56,7 +52,7 @@ class TransformerLM(nnx.Module):
         dtype = param_dtype if dtype is None else dtype
         options: dict[str, Any] = dict(
             width=width, num_heads=num_heads, mlp_width=mlp_width or 4 * width,
-            dropout_rate=dropout_rate, residual_scale=(2 * num_layers) ** -0.5,
+            residual_scale=(2 * num_layers) ** -0.5,
             dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(param_dtype),
         )  # fmt: skip
         self.block_options = tuple(options.items())
@@ -76,26 +72,14 @@ class TransformerLM(nnx.Module):
         """Return the logits `[N, T, vocab_size]` of the next token at each position."""
         return self.logits(self.features(tokens))
 
-    def features(
-        self,
-        tokens: jax.Array,
-        *,
-        key: jax.Array | None = None,
-        apply_layers: ApplyLayers = scan_layers,
-    ) -> jax.Array:
-        """Return the output of the last layer, `[N, T, width]`.
-
-        Args:
-            tokens: integers `[N, T]` in `[0, vocab_size)`.
-            key: the dropout key. If None, dropout is disabled.
-            apply_layers: ``apply_layers(layer, params, x, key) -> x``.
-        """
+    def features(self, tokens: jax.Array, *, remat: bool = False) -> jax.Array:
+        """Return the output of the last layer, `[N, T, width]`, for tokens `[N, T]`."""
         params: Params = nnx.to_pure_dict(nnx.state(self.blocks, nnx.Param))
-        return apply_layers(self.layer, params, self.embed(tokens), key)
+        return scan_layers(self.layer, params, self.embed(tokens), None, remat=remat)
 
     @property
     def layer(self) -> Layer:
-        """Pure function of one layer, ``layer(params, x, key) -> x``; no dropout without a key."""
+        """Pure function of one layer, ``layer(params, x) -> x``; a key is ignored."""
         return functools.partial(_apply, nnx.graphdef(self.blocks))
 
     def layer_keys(self, key: jax.Array) -> jax.Array:
@@ -128,7 +112,7 @@ class TransformerBlock(nnx.Module):
     GELU, linear.
 
     Args:
-        width, num_heads, mlp_width, dropout_rate, dtype, param_dtype: as in `TransformerLM`.
+        width, num_heads, mlp_width, dtype, param_dtype: as in `TransformerLM`.
         residual_scale: factor of the initial values of the last kernels of attention and MLP.
         rngs: for the parameters (stream `params`).
     """
@@ -139,13 +123,12 @@ class TransformerBlock(nnx.Module):
         num_heads: int,
         *,
         mlp_width: int,
-        dropout_rate: float,
         residual_scale: float,
         dtype: Dtype,
         param_dtype: Dtype,
         rngs: nnx.Rngs,
     ):
-        self.num_heads, self.dropout_rate = num_heads, dropout_rate
+        self.num_heads = num_heads
         dtypes: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
         def linear(before: int, after: int, scale: float = 1.0) -> nnx.Linear:
@@ -159,10 +142,10 @@ class TransformerBlock(nnx.Module):
         self.up = linear(width, mlp_width)
         self.down = linear(mlp_width, width, residual_scale)
 
-    def __call__(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """Return `[N, T, width]` for x of the same shape; dropout requires `key`."""
-        x = x + self._drop(self.out(self._attend(self.qkv(self.norm1(x)))), key, 0)
-        return x + self._drop(self.down(nnx.gelu(self.up(self.norm2(x)))), key, 1)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return `[N, T, width]` for x of the same shape."""
+        x = x + self.out(self._attend(self.qkv(self.norm1(x))))
+        return x + self.down(nnx.gelu(self.up(self.norm2(x))))
 
     def _attend(self, qkv: jax.Array) -> jax.Array:
         heads = qkv.reshape(*qkv.shape[:2], 3, self.num_heads, -1)  # [N, T, 3, H, D]
@@ -170,11 +153,6 @@ class TransformerBlock(nnx.Module):
         q, k = rotary(heads[:, :, 0], positions), rotary(heads[:, :, 1], positions)
         attended = jax.nn.dot_product_attention(q, k, heads[:, :, 2], is_causal=True)
         return attended.reshape(*qkv.shape[:2], -1)
-
-    def _drop(self, x: jax.Array, key: jax.Array | None, branch: int) -> jax.Array:
-        if key is None or not self.dropout_rate:
-            return x
-        return dropout(x, self.dropout_rate, jax.random.fold_in(key, branch))
 
 
 # Channels j and D/2 + j of a head form a 2-vector, rotated at position t by the angle
@@ -190,31 +168,26 @@ def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
     return rotated.astype(x.dtype)
 
 
-def _apply(
-    graphdef: nnx.GraphDef, params: Params, x: jax.Array, key: jax.Array | None
-) -> jax.Array:
+def _apply(graphdef: nnx.GraphDef, params: Params, x: jax.Array, key: None = None) -> jax.Array:
     block: Any = nnx.merge(graphdef, params)
-    return block(x, key)
+    return block(x)
 
 
 class LossFunctions(NamedTuple):
-    """The loss as ``head(others, layers(embed(others, tokens, key)), tokens, key)``.
+    """The mean loss as ``head(others, layers(embed(others, tokens)), tokens)``.
 
     `layers` applies `layer` with each slice of ``params["blocks"]`` in turn.
     """
 
-    embed: Callable  # (others, tokens, key) -> x
-    layer: Layer  # (params, x, key) -> x
-    head: Callable  # (others, x, tokens, key) -> loss
+    embed: Callable  # (others, tokens) -> x
+    layer: Layer  # (params, x) -> x
+    head: Callable  # (others, x, tokens) -> loss
 
 
 def split_loss(model: TransformerLM) -> LossFunctions:
-    """Split the mean loss into functions, for steps that apply the layers themselves.
+    """Split the loss of a concrete or abstract model, for steps that apply the layers themselves.
 
     Each of the last T tokens `[N, T + 1]` is predicted from those before it.
-
-    Args:
-        model: Concrete or abstract.
     """
     graphdef, params = nnx.split(nnx.eval_shape(lambda: model))
     abstract_blocks = {"blocks": nnx.to_pure_dict(params)["blocks"]}
@@ -223,7 +196,7 @@ def split_loss(model: TransformerLM) -> LossFunctions:
         return nnx.merge(graphdef, others | abstract_blocks)
 
     return LossFunctions(
-        lambda others, tokens, key: merge(others).embed(tokens[:, :-1]),
+        lambda others, tokens, key=None: merge(others).embed(tokens[:, :-1]),
         model.layer,
-        lambda others, x, tokens, key: jnp.mean(merge(others).losses(x, tokens[:, 1:])),
+        lambda others, x, tokens, key=None: jnp.mean(merge(others).losses(x, tokens[:, 1:])),
     )

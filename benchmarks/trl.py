@@ -135,7 +135,6 @@ def run(size: Size) -> Iterator[Result]:
         "Losses of ten steps of TRL and of effjax",
         {**versions, "steps": STEPS, "batch_size": BATCH, "max_length": LENGTH, "rate": RATE},
         rows,
-        plot=None,
         notes=["max difference: the largest relative difference of the losses of a step"],
     )
 

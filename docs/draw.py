@@ -10,15 +10,64 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from benchmarks.plots import GRID as FAINT
-from benchmarks.plots import PALETTE, TEXT, color_of, draw, label_ends, new_figure, save
-from benchmarks.results import Curves, Result
-
 IMAGES = Path(__file__).parent / "images"
 MEASURED = Path(__file__).parent / "measured"
+# Colors that are readable on white and on black.
+TEXT, FAINT = "#808890", "#80889040"
+# One color per method, in every picture.
+PALETTE = {
+    "plain": "#e5534b",  # automatic differentiation, everything in device memory
+    "jax.checkpoint": "#e0823d",  # around each layer
+    "jax.checkpoint pass-through": "#c69026",  # around each layer, with the features passed through
+    "jax.checkpoint strongest": "#8d6e63",  # the same, recomputing the 1x1 convolutions
+    "effjax": "#2da46e",  # also save="features", which keeps least
+    "effjax conv": "#539bf5",  # save="conv"
+    "effjax offload": "#986ee2",  # layers streamed from host memory
+}
 # Colors of the schematics. Methods have those of the palette.
 BLUE, GREEN, ORANGE, RED, PURPLE = "#539bf5", "#2da46e", "#e0823d", "#e5534b", "#986ee2"
 STYLE = {"font.size": 9, "text.color": TEXT}
+
+
+def save(figure, path):
+    """Save a figure; equal data give an equal file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.hashsalt": "effjax", "svg.fonttype": "none"}):
+        metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else None
+        figure.savefig(path, transparent=True, metadata=metadata, dpi=150)
+
+
+def label_ends(ax, ends, gap):
+    """Write labels right of the axes, pushed apart where lines end close together.
+
+    Args:
+        ax: The axes, with all lines drawn.
+        ends: Last point of each line, its label, its color, and whether the label is bold.
+        gap: Smallest distance of two labels, as a fraction of the axis.
+    """
+    ax.figure.draw_without_rendering()  # sets the limits of the axes
+    to_axes = ax.transData + ax.transAxes.inverted()
+    labels = sorted((to_axes.transform(end)[1], *rest) for end, *rest in ends)
+    height = -1.0
+    for i, (wanted, text, color, bold) in enumerate(labels):
+        highest = 1 - gap * (len(labels) - 1 - i)  # leaves room for the labels above
+        height = max(min(wanted, highest), height + gap)
+        line = dict(clip_on=False, scalex=False, scaley=False)
+        xs, ys = (1.005, 1.03), (wanted, height)
+        ax.plot(xs, ys, color=color, lw=0.7, transform=ax.transAxes, **line)
+        style = dict(color=color, fontsize=9, va="center", weight="bold" if bold else "normal")
+        ax.text(1.04, height, text, transform=ax.transAxes, **style)
+
+
+def new_figure(title, height, width):
+    """Return a figure and its axes, transparent and without a frame."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    ax = figure.subplots(subplot_kw={"facecolor": "none"})
+    ax.set_title(title, color=TEXT, fontsize=9, loc="left", wrap=True, pad=12)
+    ax.tick_params(colors=TEXT, labelsize=9)
+    for side, spine in ax.spines.items():
+        spine.set(color=TEXT, visible=side in ("left", "bottom"))
+    return figure, ax
 
 
 def panels(width, height, *ratios):
@@ -361,15 +410,19 @@ def before_after():
     return figure
 
 
-# Labels of the programs in the JSON; the right panel shows the last four.
+# Labels and methods of the programs in the JSON; the right panel shows the last four.
 BLOCKS = {
-    "plain autodiff": "plain autodiff",
-    "jax.checkpoint a layer": "jax.checkpoint\nper layer",
-    "jax.checkpoint pass-through": "jax.checkpoint,\nfeatures passed through",
-    'effjax save="conv"': 'effjax save="conv"',
-    "jax.checkpoint pass-through, recompute conv1": "strongest jax.checkpoint",
-    'effjax save="features"': 'effjax save="features"',
-}
+    "plain autodiff": ("plain autodiff", "plain"),
+    "jax.checkpoint a layer": ("jax.checkpoint\nper layer", "jax.checkpoint"),
+    "jax.checkpoint pass-through": (
+        "jax.checkpoint,\nfeatures passed through", "jax.checkpoint pass-through"
+    ),
+    'effjax save="conv"': ('effjax save="conv"', "effjax conv"),
+    "jax.checkpoint pass-through, recompute conv1": (
+        "strongest jax.checkpoint", "jax.checkpoint strongest"
+    ),
+    'effjax save="features"': ('effjax save="features"', "effjax"),
+}  # fmt: skip
 
 
 def read_peaks():
@@ -397,8 +450,8 @@ def memory_by_depth():
         for name in names:
             ours = "effjax" in name
             ax.plot(
-                layers, peaks[name].values(), "o-", color=color_of(name), lw=2.6 if ours else 1.8,
-                ms=4,
+                layers, peaks[name].values(), "o-", color=PALETTE[BLOCKS[name][1]],
+                lw=2.6 if ours else 1.8, ms=4,
             )  # fmt: skip
         top = 1.05 * max(peaks[name][layers[-1]] for name in names)
         ax.set(xlim=(0, layers[-1] + 1), ylim=(0, top), xticks=layers)
@@ -414,19 +467,13 @@ def memory_by_depth():
         ends = []
         for name in names:
             last = peaks[name][layers[-1]]
-            label = f"{BLOCKS[name]}\n{last:.2f} GB"
-            ends.append(((layers[-1], last), label, color_of(name), "effjax" in name))
+            text, method = BLOCKS[name]
+            label = f"{text}\n{last:.2f} GB"
+            ends.append(((layers[-1], last), label, PALETTE[method], "effjax" in name))
         label_ends(ax, ends, gap=0.125)
     title = "DenseNet-BC block, growth rate 12, batch 64 of 32×32 images, planned for an H200"
     figure.suptitle(title, color=TEXT, fontsize=9, x=0.01, ha="left")
     return figure
-
-
-def kept_by_depth():
-    """Draw the bytes that a dense block keeps, as the benchmark `depth` does."""
-    record = json.loads((MEASURED / "growth/depth_kept.json").read_text())
-    plot = Curves("layers", "kept_bytes", "kept for the backward pass [MB]", 1e6)
-    return draw(Result("depth_kept", record["title"], {}, record["rows"], plot))
 
 
 PICTURES = {
@@ -437,7 +484,6 @@ PICTURES = {
     "detection": detection,
     "before_after": before_after,
     "memory_by_depth": memory_by_depth,
-    "kept_by_depth": kept_by_depth,
 }
 
 

@@ -2,9 +2,7 @@
 
 from benchmarks.offload_forms import Setting
 
-TINY = Setting(
-    layers=2, width=8, heads=2, context=4, batch_size=2, dropout=0.0, vocab_size=16, mlp_width=12
-)
+TINY = Setting(layers=2, width=8, heads=2, context=4, batch_size=2, vocab_size=16, mlp_width=12)
 
 
 def by_name(result):

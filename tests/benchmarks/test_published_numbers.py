@@ -4,11 +4,12 @@ import dataclasses
 import json
 import re
 
+import jax
 import pytest
 
 from benchmarks import pages
-from benchmarks.language_model import QWEN3_8B, count_parameters
-from benchmarks.pages import by_name, faster_than_torchvision, gigabytes, megabytes, read
+from benchmarks.finetune import QWEN3_8B, count_parameters
+from benchmarks.pages import by_name, faster, gigabytes, read
 from effjax.memory.devices import MEASURED_FACTORS, expected_seconds, find_target
 from tests.programs import needs_gpu_compiler
 
@@ -30,8 +31,7 @@ def test_tables():
 
 
 def test_factors_of_measured_speeds():
-    files = "planned/published.json", "planned/published_tpu.json"
-    factors = {name: ratios for file in files for name, ratios in read(file)["factors"].items()}
+    factors = read("planned/published.json")["factors"]
     assert {name: (least, most) for name, (_, least, most) in factors.items()} == MEASURED_FACTORS
     target = find_target("rtx4090")
     least, most = expected_seconds(target, 2.0) or (0, 0)
@@ -42,21 +42,8 @@ def test_factors_of_measured_speeds():
 
 def test_planned_memory_of_programs_that_others_ran():
     for row in read("planned/published_memory.json")["rows"]:
-        tolerance = 0.09 if row["planned_host_bytes"] else 0.005
+        tolerance = 0.07 if row["planned_host_bytes"] else 0.01
         assert row["ratio"] == pytest.approx(1, abs=tolerance)
-
-
-def test_expected_memory_of_runs():
-    runs = {}
-    for row in read("cpu/run_memory.json")["rows"]:
-        runs.setdefault((row["model"], row["params_in"]), []).append(row)
-    assert len(runs) == 4
-    for (model, _), rows in runs.items():
-        resident, expected = (
-            max(row[f"{key}_bytes"] for row in rows) for key in ("resident", "expected")
-        )
-        assert expected == pytest.approx(resident, rel=0.06 if model == "tiny" else 0.03)
-        assert all(abs(row["ratio"] - 1) < 0.1 for row in rows)
 
 
 def find_missing(numbers, *pages):
@@ -91,74 +78,36 @@ def test_largest_model_at_equal_precision():
 
 def test_fine_tuning():
     """Check the numbers in the text about fine-tuning of language models."""
-    rows = {}
-    for model in ("qwen3_8b", "qwen3_14b", "qwen3_32b", "llama_3_3_70b"):
-        for row in read(f"planned/language_model_table_{model}.json")["rows"]:
-            rows[model, row["gpu"], row["tokens"], row["moments"], row["memory"]] = row
+    rows = by_name("planned/finetune.json")
 
-    def find(model, gpu, moments, tokens=4096):
-        return rows[model, gpu, tokens, moments, "host"]
+    def host(name):
+        return gigabytes(rows[name], "planned_host")
 
-    def find_host(*args):
-        return gigabytes(find(*args), "planned_host")
-
-    small = [
-        find("qwen3_8b", gpu, "float32", n) for gpu in ("RTX 4090", "H100") for n in (4096, 32768)
-    ]
-    link = [find("qwen3_32b", gpu, "float32") for gpu in ("GH200", "H100")]
-    shares = [find("qwen3_8b", "H100", "float32", n)["peak_share"] for n in (4096, 131072)]
-    flops = find("qwen3_14b", "GH200", "float32")["peak_share"] * 989.4
+    short, long = (
+        100 * rows[f"Qwen3-8B, adamw, H100{size}"]["peak_share"]
+        for size in ("", ", 1 × 131072 tokens")
+    )
+    flops = rows["Qwen3-14B, adamw, GH200"]["peak_share"] * 989.4
     numbers = [
-        "{} and {} GB, those of the H100 {} and {} GB".format(
-            *(gigabytes(row, "planned_device") for row in small)
-        ),
-        f"needs {find_host('qwen3_32b', 'RTX 4090', '8-bit', 32768)} GB of host",
-        "takes {:.2f} s there and {:.2f} s on an H100".format(*(r["step_seconds"] for r in link)),
-        f"Qwen3-32B on a GH200, {find_host('qwen3_32b', 'GH200', 'float32')} GB of host memory",
-        f"70B on a GH200, {find_host('llama_3_3_70b', 'GH200', '8-bit')} GB of host",
-        "reaches {:.0f} % of an H100's peak at 4096 tokens, and {:.0f} % at 131072".format(
-            *(100 * s for s in shares)
-        ),
+        f"Qwen3-32B on a GH200, {host('Qwen3-32B, adamw, GH200')} GB of host memory",
+        f"70B on a GH200, {host('Llama-3.3-70B, adamw8bit, GH200')} GB of host",
+        f"reaches {short:.0f} % of an H100's peak at 4096 tokens, and {long:.0f} % at 131072",
         f"modelled at {flops:.0f} TFLOP/s",
         f"1.5 TB would hold {1.5e12 / 10 / 1e9:.0f} billion",
         f"at 12 bytes {1.5e12 / 12 / 1e9:.0f} billion",
         f"480 GB would hold {480e9 / 12 / 1e9:.0f} billion",
     ]
     assert not find_missing(numbers, "docs/measured_offload.md")
-    fits = [r for r in rows.values() if r["gpu"] == "RTX 4090" and r["moments"] == "float32"]
-    assert all(r["fits_device"] and r["fits_host"] for r in fits if r["parameters"] < 15e9)
-    fits = [find("qwen3_32b", "GH200", "float32", n) for n in (4096, 32768, 131072)]
-    fits += [find("llama_3_3_70b", "GH200", "8-bit", n) for n in (4096, 32768, 131072)]
-    assert all(r["fits_device"] and r["fits_host"] for r in fits)
-
-
-def test_pixels_of_attention():
-    pixels = read("planned/tpu_traffic_v5e.json")["pixels"]["ms_deform_attn"]
-    assert not find_missing([f"{pixels / 1e6:.1f} million pixels"], "docs/measured_tpu.md")
-
-
-def test_low_precision_optimizers_train_as_well_as_float32():
-    """8 bits and stochastic rounding reach the loss of float32 Adam; plain bfloat16 does not."""
-    rows = by_name("cpu/optimizers.json")
-    assert all(len(row["losses"]) == 3 for row in rows.values())
-    loss = {name: row["loss"] for name, row in rows.items()}
-    reference = loss["plain float32 Adam"]
-    ours = "8-bit moments", "bfloat16, stochastic rounding"
-    for name in (*ours, "bfloat16, 8-bit moments, stochastic rounding"):
-        assert loss[f"effjax {name}"] < 1.01 * reference, name
-    assert loss["plain bfloat16 Adam"] > 1.02 * reference
 
 
 def test_readme():
     block = by_name("cpu/dense_block_24_float32.json")
     convolution = "cpu/deform_conv_8x56x56x64_1_forward_backward.json"
     conv = by_name(convolution)
-    model = by_name("planned/offload_adam_1024_float32_h200.json")
+    model = by_name("planned/offload_depths_h200.json")
     fused = model["all offloaded, fused update"]
     flax = [by_name(f"cpu/batch_norm_{dtype}.json")["Flax BatchNorm"] for dtype in DTYPES]
     picture = by_name("planned/memory_block_48_h200.json")
-    counts = read("growth/depth_kept.json")["rows"]
-    kept = {row["name"]: row for row in counts if row["layers"] == 48}
     numbers = [
         *(f"{row['kept']} ×" for row in flax),
         f"plain {block['plain autodiff']['seconds']:.2f} s",
@@ -166,14 +115,13 @@ def test_readme():
         f"PyTorch {block['PyTorch']['seconds']:.2f} s",
         f"{block[CONV]['seconds']:.2f} s",
         *(f"{1e3 * conv[n]['seconds']:.0f} ms" for n in CONVOLUTIONS),
-        faster_than_torchvision(convolution),
+        faster(conv["effjax native"]),
         *(f"{gigabytes(model[n], 'planned_device', 2)} GB" for n in IN_MEMORY),
         *(f"{gigabytes(fused, f'planned_{where}', 2)} GB" for where in ("device", "host")),
         f"plain {gigabytes(picture['plain autodiff'], 'peak')} GB",
         f"layer {gigabytes(picture['jax.checkpoint a layer'], 'peak')} GB",
         f"strongest jax.checkpoint {gigabytes(picture[STRONGEST], 'peak', 2)} GB",
         f"features {gigabytes(picture[FEATURES], 'peak', 2)} GB",
-        f"({megabytes(kept[STRONGEST], 'kept')} and {megabytes(kept[FEATURES], 'kept')} MB)",
     ]  # fmt: skip
     tuning = by_name("planned/finetune.json")["Qwen3-8B, adamw, RTX 4090"]
     parameters = count_parameters(QWEN3_8B)
@@ -189,7 +137,7 @@ def test_readme():
 @pytest.mark.exhaustive
 @needs_gpu_compiler
 def test_the_command_of_the_readme_prints_its_row(tmp_path, monkeypatch, capsys):
-    """The plan of the command is that of the JSON file; other versions of XLA differ a little."""
+    """The plan of the command is that of the JSON file; other versions of XLA plan others."""
     pytest.importorskip("typer")
     from effjax import cli
 
@@ -197,9 +145,12 @@ def test_the_command_of_the_readme_prints_its_row(tmp_path, monkeypatch, capsys)
     (tmp_path / "qwen3-8b" / "config.json").write_text(json.dumps(QWEN3_8B.to_json()))
     monkeypatch.chdir(tmp_path)
     command = re.search(r"`effjax (memory finetune qwen[^`]*)`", (ROOT / "README.md").read_text())
-    row = by_name("planned/finetune.json")["Qwen3-8B, adamw, RTX 4090"]
+    record = read("planned/finetune.json")
+    row = next(r for r in record["rows"] if r["name"] == "Qwen3-8B, adamw, RTX 4090")
     assert cli.main([*command[1].split(), "--only", row["form"], "--json"]) == 0
     form = json.loads(capsys.readouterr().out)["forms"][row["form"]]
-    planned = [form[key] for key in ("host_bytes", "device_bytes", "step_seconds")]
-    keys = "planned_host_bytes", "planned_device_bytes", "step_seconds"
-    assert planned == pytest.approx([row[key] for key in keys], rel=0.05)
+    assert form["host_bytes"] == pytest.approx(row["planned_host_bytes"], rel=0.01)
+    planned = [form["device_bytes"], form["step_seconds"]]
+    published = [row["planned_device_bytes"], row["step_seconds"]]
+    same_version = record["versions"]["jax"] == jax.__version__
+    assert planned == pytest.approx(published, rel=0.01 if same_version else 0.3)
