@@ -95,7 +95,7 @@ def _fit(
             partial, records_digest = checkpoints.read_metrics(done)
         else:  # a new run, or one that was interrupted before its first checkpoint
             state, done, partial, records_digest = task.initial_state(), 0, [], None
-        config = _add_weights(run, config, run_on_first(digest_base))
+        config = _add_digests(run, config, run_on_first(digest_base))
         records = run_on_first(lambda: run.truncate_metrics(task.unit, done, records_digest))
         if run.read_config() != config:
             run.write_config(config)
@@ -263,15 +263,22 @@ def _in_background(function: Callable[[], Any]) -> Callable[[], Any]:
     return future.result
 
 
-def _add_weights(run: RunDirectory, config: dict[str, Any], digest: str | None) -> dict[str, Any]:
-    """Return the content of config.json with the digest of the weights that the run starts with.
+def _add_digests(run: RunDirectory, config: dict[str, Any], digest: str | None) -> dict[str, Any]:
+    """Return the content of config.json with the digests of files that the run starts with.
+
+    Args:
+        run: The directory, whose config.json may have them.
+        config: The content without them.
+        digest: That of the weights.
 
     Raises:
         TrainError: The run has started with other weights.
     """
+    before, arrays = run.read_config(), run.ARRAYS_DIGEST
+    config = config | ({arrays: before[arrays]} if arrays in before else {})
     if digest is None:
         return config
-    if run.read_config().get("base", {}).get(WEIGHTS, digest) != digest:
+    if before.get("base", {}).get(WEIGHTS, digest) != digest:
         raise _other_weights(run)
     return config | {"base": config["base"] | {WEIGHTS: digest}}
 
@@ -285,7 +292,7 @@ def _other_weights(run: RunDirectory) -> TrainError:
 
 def _check_same(task: Task[Any], run: RunDirectory, now: dict[str, Any]) -> None:
     """Raise TrainError unless the run has the task's options and data, apart from its length."""
-    # The digest of its first weights, a second for each gigabyte, is compared in `_add_weights`.
+    # The digest of its first weights, a second for each gigabyte, is compared in `_add_digests`.
     before = run.read_config()
     bases = [{**config.get("base", {}), WEIGHTS: None} for config in (before, now)]
     if bases[0] != bases[1]:

@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .._extras import install_command
-from .._files import parse_object, read_text, replace_file
+from .._files import check, parse_object, read_text, replace_file
 from .config import fingerprint
 from .errors import TrainError, check_orbax_path, printable
 
@@ -42,6 +41,7 @@ class RunDirectory:
 
     CONFIG, METRICS, CURVE, CHECKPOINTS = "config.json", "metrics.jsonl", "curve.png", "checkpoints"
     ARRAYS = "references.npz"  # numbers of the model at the start
+    ARRAYS_DIGEST = "references_sha256"  # in config.json
     TRACKED = "tensorboard", "wandb", "trackio"  # files of trackers
 
     def __init__(self, path: Path):
@@ -185,20 +185,23 @@ class RunDirectory:
     def read_arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays of `write_arrays`. Raises TrainError if they are missing or damaged."""
         file = self.path / self.ARRAYS
-        with _explain(file, "cannot be read", "Start a new run."):
-            try:
-                # NumPy leaves the file open if it is not a whole archive.
-                with file.open("rb") as opened, np.load(opened) as arrays:
-                    return {name: arrays[name] for name in arrays.files}
-            except (zipfile.BadZipFile, EOFError) as error:
-                raise ValueError(str(error)) from error
+        digest = self.read_config().get(self.ARRAYS_DIGEST)
+        with _explain(file, "cannot be read", "Put it back, or start a new run."):
+            check(file.is_file() or not file.exists(), "not a regular file")
+            content = file.read_bytes()
+            # NumPy finds few damages, and raises many types of errors for them.
+            check(hashlib.sha256(content).hexdigest() == digest, "it has changed")
+            with np.load(io.BytesIO(content)) as arrays:
+                return {name: arrays[name] for name in arrays.files}
 
     def write_arrays(self, arrays: Mapping[str, Any]) -> None:
-        """Store arrays that the run needs to continue."""
+        """Store arrays that the run needs to continue, and their digest in config.json."""
         if self.writes:
             content = io.BytesIO()
             np.savez(content, **arrays)
             replace_file(self.path / self.ARRAYS, content.getvalue())
+            digest = hashlib.sha256(content.getvalue()).hexdigest()
+            self.write_config(self.read_config() | {self.ARRAYS_DIGEST: digest})
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl, without an incomplete last one."""
