@@ -99,6 +99,7 @@ def _fit(
         records = run_on_first(lambda: run.truncate_metrics(task.unit, done, records_digest))
         if run.read_config() != config:
             run.write_config(config)
+        lost = _find_lost(task, checkpoints, records, progress)
         task.start(run, None if restores else state, progress.log)
         if not restores:
             # A run that is killed before its first evaluation resumes without the files of weights.
@@ -112,7 +113,7 @@ def _fit(
         progress.start(end, done)
 
         for step in range(done + 1, end + 1):
-            if _has_converged(task, records):
+            if _has_converged(task, [record for record in records if record["step"] not in lost]):
                 break
             done = step
             state, metrics = train_step(state, next(batches), key)
@@ -167,6 +168,22 @@ def _has_converged(task: Task[Any], records: Sequence[Record]) -> bool:
         return False
     scores = [task.score(record) for record in records]
     return max(scores) > max(scores[-patience:])
+
+
+def _find_lost(
+    task: Task[Any], checkpoints: Checkpoints, records: Sequence[Record], progress: Progress
+) -> set[int]:
+    """Return the evaluated steps that were better than all that have a checkpoint."""
+    left = {*checkpoints.evaluated_steps}
+    best = max((task.score(record) for record in records if record["step"] in left), default=())
+    lost = [record for record in records if task.score(record) > best]
+    if lost:
+        step = max(lost, key=task.score)["step"]
+        progress.log(
+            f"{checkpoints.directory / str(step)}, the best checkpoint, is missing or damaged. The "
+            "best is now chosen among those that are left and those that follow."
+        )
+    return {record["step"] for record in lost}
 
 
 class _Interval:

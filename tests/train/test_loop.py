@@ -194,6 +194,22 @@ def test_a_damaged_best_checkpoint(tmp_path, first_is_best, whole):
     assert checkpoints(run) == {f"damaged-{best}", str(last)}
 
 
+def test_a_deleted_best_checkpoint(tmp_path, task):
+    """Patience counts from the best validation whose checkpoint is left."""
+    first = FirstIsBest(CachedTask(task, patience=1))
+    run, (best, second, last) = new_run(tmp_path / "run", first), task.eval_steps
+    fit(first, run)
+    assert checkpoints(run) == {str(best), str(second)}
+    shutil.rmtree(run.checkpoints / str(best))
+    progress = RecordedProgress()
+    result = fit(first, run, progress, resume=True)
+    (text,) = progress.texts
+    assert text.startswith(f"{run.checkpoints / str(best)}, the best checkpoint, is missing")
+    assert progress.steps == [*range(second + 1, last + 1)]
+    assert first.evaluated[-1] == ("test", second)
+    assert vars(result)[f"best_{task.unit}"] == run.read_metrics()[1][task.unit]
+
+
 def test_changed_metrics(tmp_path, first_is_best):
     first, finished, _ = first_is_best
     run = copy_of(finished, tmp_path / "run")
