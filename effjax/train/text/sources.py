@@ -1,6 +1,8 @@
 """Rows of data sets as dictionaries: files of JSON, CSV and Parquet, and data sets of the Hub."""
 
+import contextlib
 import glob
+import itertools
 import json
 import re
 import warnings
@@ -16,6 +18,7 @@ TABLES = {".csv": "csv", ".parquet": "parquet"}  # what the package `datasets` r
 # Cells are the text of the file. By default, pandas reads NA as null and 007 as 7, and moves the
 # cells of a row that is too long. It has no type for all columns, only a converter for each.
 CSV = {"converters": dict.fromkeys(range(1000), str), "na_filter": False, "index_col": False}
+CHUNK = 1000  # rows that are read at a time
 # A name on the Hub, then the split, after the configuration of a data set that has several.
 DATASET = re.compile(r"([^:]+)(?::([^:]+))??(?::([^:]+))?")
 
@@ -151,20 +154,24 @@ def _load(
         raise DataError(
             f"{shown}: needs {error.name}, which is missing. Run {install_command('datasets')}."
         ) from error
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
     number, is_local = 0, "data_files" in options
     try:
-        is_csv = datasets.load_dataset_builder(source, **options).name == "csv"
-        warnings.filterwarnings("error", "Length of header")  # cells of CSV would be lost
-        options |= CSV if is_csv else {}
-        # Rows that are streamed have no copy in the cache.
-        loaded = datasets.load_dataset(source, split=split, streaming=is_local, **options)
-        for number, row in enumerate(loaded, 1):
-            content = _remove_nulls(row)
-            if is_csv:
-                content = {name: cell for name, cell in content.items() if cell or name == prompt}
-            yield Row(f"row {number}", content)
+        with _quiet(datasets):
+            is_csv = datasets.load_dataset_builder(source, **options).name == "csv"
+            options |= CSV if is_csv else {}
+            # Rows that are streamed have no copy in the cache.
+            loaded = datasets.load_dataset(source, split=split, streaming=is_local, **options)
+        rows, chunk = iter(loaded), [None]
+        while chunk:
+            chunk = []
+            with _quiet(datasets):  # and not while the caller has a row
+                for row in itertools.islice(rows, CHUNK):
+                    chunk.append(_remove_nulls(row))
+                    number += 1
+            for place, row in enumerate(chunk, number - len(chunk) + 1):
+                if is_csv:
+                    row = {name: cell for name, cell in row.items() if cell or name == prompt}
+                yield Row(f"row {place}", row)
     # Its errors, and those of its HTTP client, have no common base class.
     except Exception as error:
         cause: Any = error.__cause__ if isinstance(error, DatasetGenerationError) else error
@@ -176,6 +183,22 @@ def _load(
         if is_local:
             remedy = "Correct the file."
         raise DataError(f"{shown}:{place} cannot be loaded ({quoted(cause)}). {remedy}") from error
+
+
+@contextlib.contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """Silence the package `datasets`, and make lost cells of CSV an error."""
+    level, had_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs what it raises
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Length of header")
+            yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if had_bars:
+            datasets.enable_progress_bars()
 
 
 def _remove_nulls(value: Any) -> Any:

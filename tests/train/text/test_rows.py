@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -326,6 +327,23 @@ def test_tables(tmp_path, cache):
 
 
 @pytest.mark.usefixtures("cache")
+def test_settings_of_the_process_are_kept(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr("effjax.train.text.sources.CHUNK", 2)
+    (tmp_path / "rows.csv").write_text("text\na\nb\nc\n")
+
+    def settings():
+        has_no_bars = datasets.are_progress_bars_disabled()
+        return [*warnings.filters], datasets.logging.get_verbosity(), has_no_bars
+
+    before, places = settings(), []
+    for row in read_rows(str(tmp_path / "rows.csv")):
+        places.append(row.place)
+        assert settings() == before
+    assert places == ["row 1", "row 2", "row 3"] and settings() == before
+
+
+@pytest.mark.usefixtures("cache")
 def test_cells_of_csv_are_texts(tmp_path):
     file = tmp_path / "rows.csv"
     cells = ["NA", "None", "null", "nan", "007", "1.10", "1e3", "true", "-", " a ", "2024-01-02"]
@@ -392,10 +410,8 @@ def test_bytes_of_parquet_that_are_not_utf8(tmp_path):
     file = tmp_path / "rows.parquet"
     write_parquet(file, [{"text": "a"}] * 12 + [{"text": "cafe"}])
     file.write_bytes(file.read_bytes().replace(b"cafe", b"caf\xe9"))
-    rows = read_rows(str(file))
-    assert [next(rows).place for _ in range(12)][-1] == "row 12"
     with pytest.raises(DataError, match=r"rows\.parquet: row 13: .*'utf-8' codec can't decode"):
-        next(rows)
+        [*read_rows(str(file))]
 
 
 def test_what_exists_is_a_file(tmp_path, monkeypatch):
