@@ -199,7 +199,10 @@ def plan_finetune(given: dict[str, Any]) -> None:
 
 @command(memory_app, "step", FunctionOptions)
 def plan_function(given: dict[str, Any]) -> None:
-    """Plan the steps of MODULE:FUNCTION."""
+    """Plan the steps of MODULE:FUNCTION. The module is imported, and the function called.
+
+    Their code runs with your permissions. The step that they return is compiled, and does not run.
+    """
     options = FunctionOptions(**given)
     if options.function is None or ":" not in options.function:
         raise TrainError("give MODULE:FUNCTION, such as my_module:my_step.")

@@ -69,7 +69,7 @@ def errors_in_one_line(prefix: str = "", in_users_code: bool = False) -> Iterato
         raise
     except PlanError as error:
         raise CommandError(f"{prefix}{error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module may call sys.exit when it is imported
         if in_users_code:
             raise CommandError(describe_error(error)) from error
         if isinstance(error, (ValueError, TypeError)):

@@ -59,7 +59,7 @@ def refused(batch):
     kernel = jax.ffi.ffi_call("TopK", one(batch)[1])  # which returns a tuple
     return {"top_k": (lambda x: kernel(x), one(batch)[1]), "sum": one(batch)}
 """
-MISTAKEN = "x = 1\nx x\n"
+MODULES = {"own_step": OWN, "mistaken": "x = 1\nx x\n", "exits": "import sys\nsys.exit(0)\n"}
 GIB = 2**30
 LIMITS = planning.Limits(find_target("h100"), 0.75, GIB)
 
@@ -72,8 +72,8 @@ def compiled(err, *names):
 
 @pytest.fixture
 def run_memory(run, tmp_path, monkeypatch):
-    """Run `effjax memory` in a folder with the modules `own_step` and `mistaken`."""
-    for name, source in (("own_step", OWN), ("mistaken", MISTAKEN)):
+    """Run `effjax memory` in a folder with the modules above."""
+    for name, source in MODULES.items():
         monkeypatch.delitem(sys.modules, name, raising=False)
         (tmp_path / f"{name}.py").write_text(source)
     return lambda *argv: run("memory", *argv)
@@ -305,16 +305,17 @@ def test_what_helps_if_nothing_fits(run_memory, tmp_path, layers, options, short
     [
         ("own_step:raises", 'return {}["no such key"]', "KeyError: 'no such key'"),
         ("own_step:fails", "return x @ x", "TypeError: dot_general requires"),
+        ("exits:f", "sys.exit(0)", "SystemExit: 0"),
         ("mistaken:f", "x x", "SyntaxError"),
     ],
 )
 def test_errors_name_the_users_line(run_memory, function, line, message):
     code, out, err = run_memory("step", function)
     last = err.splitlines(keepends=True)[-1]
-    file, source = ("own_step.py", OWN) if "own" in function else ("mistaken.py", MISTAKEN)
-    number = next(i for i, text in enumerate(source.splitlines(), 1) if line in text)
+    name = function.partition(":")[0]
+    number = next(i for i, text in enumerate(MODULES[name].splitlines(), 1) if line in text)
     assert (code, out) == (1, "") and one_line(last)
-    assert f"{file}:{number}" in last and message in last
+    assert f"{name}.py:{number}" in last and message in last
 
 
 @needs_gpu_compiler
