@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 10_000_000
+# Bounds of numbers in files and options, above which JAX raises obscure errors or ends the process.
+# The products of a few sizes, such as the shape of a kernel, must fit in 64 bits. Numbers must fit
+# in float32.
+MAX_SIZE, MAX_COUNT, MAX_NUMBER = 2**20, 2**31 - 1, 1e38
 
 
 def check(condition: bool, problem: str) -> None:
@@ -25,14 +29,20 @@ def check_distinct(names: Iterable[str]) -> None:
         seen.add(name)
 
 
+def check_regular(path: Path) -> None:
+    """Raise ValueError if a path is a pipe, a device or a directory; a missing file passes."""
+    # Reading a pipe would block, and a device need not end.
+    check(path.is_file() or not path.exists(), "not a regular file")
+
+
 def read_text(path: Path) -> str:
     """Return the content of a text file in UTF-8.
 
     Raises:
-        ValueError: if it is a pipe or a device, which could block, or not UTF-8.
+        ValueError: if it is not a regular file, or not UTF-8.
         OSError: if it cannot be read.
     """
-    check(path.is_file() or not path.exists(), "not a regular file")
+    check_regular(path)
     return path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
 
 

@@ -38,7 +38,7 @@ RULES = {
     "nnx": ("layers ops _names", FLAX),
     "models": ("linen nnx layers ops _files _names", f"{FLAX} chex"),
     "convert": ("models ops _files _names _slices", f"{FLAX} orbax"),
-    "memory": ("ops native _extras _names", "jax numpy rich matplotlib platformdirs"),
+    "memory": ("ops native _extras _files _names", "jax numpy rich matplotlib platformdirs"),
     "optimizers": ("", "jax optax"),
     "validation": ("memory native ops", "jax numpy optax"),
     "train": (
@@ -54,7 +54,7 @@ RULES = {
         "jax numpy optax rich tokenizers transformers jinja2 huggingface_hub datasets",
     ),
     "cli": (
-        "_extras _version train train.images train.text memory models native convert ops "
+        "_extras _files _version train train.images train.text memory models native convert ops "
         "validation",
         "jax rich typer matplotlib yaml",
     ),

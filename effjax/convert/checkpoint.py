@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._files import remove_folder
+from .._files import check, remove_folder
 from .._slices import Bounds, Rows, create_array, devices_by_shard, own_shards, read_rows, whole
 from ..models.decoder import CODES, SCALES
 from ..ops._common.arguments import check_instance, check_named_arrays
@@ -252,10 +252,13 @@ def read_files(
     """Return the content of `copied_files`, by name."""
     if not isinstance(copied_files, Mapping):
         copied_files = {path.name: path for path in copied_files}
-    return {
-        str(name): content if isinstance(content, bytes) else Path(content).read_bytes()
-        for name, content in copied_files.items()
-    }
+    files = {}
+    for name, content in copied_files.items():
+        if not isinstance(content, bytes):
+            check(Path(content).is_file(), f"`copied_files`: {content} must be a regular file.")
+            content = Path(content).read_bytes()
+        files[str(name)] = content
+    return files
 
 
 def check_arrays(layers: Any, others: Any) -> None:

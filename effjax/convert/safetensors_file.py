@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._files import check, check_distinct
+from .._files import check, check_distinct, check_regular
 from .._slices import Bounds, whole
 
 METADATA = "__metadata__"  # the entry of a header that is not a tensor
@@ -79,7 +79,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 def _read_header(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
-        check(path.is_file() or not path.exists(), "not a regular file")  # it could block
+        check_regular(path)
         with path.open("rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             size = int.from_bytes(first := file.read(8), "little")
@@ -268,7 +268,7 @@ def read_index(path: Path) -> dict[str, str]:
         OSError: It cannot be read.
     """
     try:
-        check(path.is_file(), "not a file")
+        check_regular(path)
         check(path.stat().st_size <= MAX_HEADER_BYTES, f"{path.stat().st_size} bytes")
         index = json.loads(path.read_bytes())
         files: Any = index.get("weight_map") if isinstance(index, dict) else None

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from .._files import read_text
 from ..ops._common.arguments import as_number, describe
 
 
@@ -137,13 +138,13 @@ def find_target(target: str | Path | Target) -> Target:
         return _TARGETS[target]
     path = Path(target)
     try:
-        config = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
+        config = read_text(path)
+    except (OSError, ValueError) as error:
         close = suggest_targets(str(target))
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise ValueError(
             f"`target` (={str(target)!r}) must be one of {', '.join(_TARGETS)}, or a file with the "
-            f"text of a GpuTargetConfigProto ({error.strerror}).{hint}"
+            f"text of a GpuTargetConfigProto ({getattr(error, 'strerror', error)}).{hint}"
         ) from error
     memory = re.search(r"\bdevice_memory_size:\s*(\d+)", config)
     if memory is None:

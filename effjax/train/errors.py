@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from .. import _files
+
 
 class TrainError(Exception):
     """A run that cannot start or continue with the given options, data or files."""
@@ -17,8 +19,10 @@ class DataError(TrainError):
 
 def check_regular(path: Path) -> None:
     """Raise DataError if the path is a pipe, a device or a directory; a missing file passes."""
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path} must be a regular file. Copy its content into one.")
+    try:
+        _files.check_regular(path)
+    except ValueError as error:
+        raise DataError(f"{path} must be a regular file. Copy its content into one.") from error
 
 
 def check_orbax_path(path: Path) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from .._files import parse_object
+from .. import _files
 from .errors import DataError, check_regular, quoted, unreadable
 
 
@@ -13,10 +13,9 @@ def read_text(file: Path) -> str:
     Raises:
         DataError: It cannot be read.
     """
-    # Reading a pipe would block, and a device need not end.
     check_regular(file)
     try:
-        return file.read_text(encoding="utf-8")
+        return _files.read_text(file)
     except OSError as error:
         raise unreadable(file, error) from error
     except UnicodeDecodeError as error:
@@ -30,6 +29,6 @@ def read_json(file: Path) -> dict[str, Any]:
         DataError: It cannot be read, or contains anything else.
     """
     try:
-        return parse_object(read_text(file))
+        return _files.parse_object(read_text(file))
     except ValueError as error:
         raise DataError(f"{file}: must be a JSON object ({quoted(error)})") from error

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .._extras import install_command
-from .._files import check, parse_object, read_text, replace_file
+from .._files import check, check_regular, parse_object, read_text, replace_file
 from .config import fingerprint
 from .errors import TrainError, check_orbax_path, printable
 
@@ -166,6 +166,7 @@ class RunDirectory:
         file = self.path / self.CONFIG
         with _explain(file, "cannot be read", "Start a new run."):
             config = parse_object(read_text(file))
+            check(isinstance(config.get("base", {}), dict), "`base` is not an object")
             expected = config.get("fingerprint")
             edited = expected is not None and expected != fingerprint(config.get("options", {}))
         if edited:
@@ -187,7 +188,7 @@ class RunDirectory:
         file = self.path / self.ARRAYS
         digest = self.read_config().get(self.ARRAYS_DIGEST)
         with _explain(file, "cannot be read", "Put it back, or start a new run."):
-            check(file.is_file() or not file.exists(), "not a regular file")
+            check_regular(file)
             content = file.read_bytes()
             # NumPy finds few damages, and raises many types of errors for them.
             check(hashlib.sha256(content).hexdigest() == digest, "it has changed")

@@ -387,6 +387,9 @@ def test_rejects_folders_without_weights(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="model.safetensors: .*not a regular file"):
         convert.load_checkpoint(tmp_path, {}, {})
+    with pytest.raises(ValueError, match="model.safetensors must be a regular file"):
+        copied = {"other": tmp_path / "model.safetensors"}
+        convert.save_checkpoint(tmp_path / "new", {}, {"a": np.ones(1)}, {}, copied_files=copied)
 
 
 def test_rejects_unsupported_dtypes_of_files(tmp_path, x64):

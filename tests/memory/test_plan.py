@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +206,9 @@ def test_target_file(tmp_path):
     path.write_text("platform_name: 'CUDA'")
     with pytest.raises(ValueError, match="device_memory_size"):
         find_target(str(path))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="`target` .*pipe.*not a regular file"):
+        find_target(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"`memory_bytes` \(=-1\)"):
         dataclasses.replace(target, memory_bytes=-1)
     with pytest.raises(TypeError, match="`config` must be a string"):

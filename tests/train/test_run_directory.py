@@ -145,6 +145,7 @@ def test_edited_options(tmp_path):
     for content, message in (
         (file.read_text().replace("3", "4", 1), "options were changed"),
         ('{"options": 3, "fingerprint": "a"}', "options must be an object"),
+        ('{"base": 3}', "`base` is not an object"),
     ):
         file.write_text(content)
         with pytest.raises(TrainError, match=message):

@@ -271,6 +271,9 @@ def _read_tokenizer(folder: Path) -> Any:
     check_regular(file)
     if not file.exists():  # transformers would convert other files, by packages for each kind
         raise DataError(f"{file}: does not exist. Give a checkpoint with this file.")
+    # Of files beside it, transformers also reads other versions and templates.
+    for other in (*folder.glob("tokenizer*.json"), *folder.glob("additional_chat_templates/*")):
+        check_regular(other)
     # transformers names no file in its errors.
     for name in (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"):
         if (folder / name).exists():

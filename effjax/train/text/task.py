@@ -330,7 +330,7 @@ class TextTask(Task[TextResult]):
         layers, others = state.model.layers, state.model.others
         files = base.generation_files(self.end_tokens)
         if self.config.chat_template:
-            files[CHAT_TEMPLATE] = Path(self.config.chat_template).read_bytes()
+            files[CHAT_TEMPLATE] = Path(self.config.chat_template)
         try:
             if self.config.lora is None:
                 config = base.model.to_json()

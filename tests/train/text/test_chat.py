@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 
 import pytest
 
@@ -240,3 +241,15 @@ def test_invalid_files(load, tmp_path, name, content, words):
     with pytest.raises(DataError) as error:
         load_tokenizer(tmp_path, TODAY)
     assert f"{name}: {words}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.4.json", "additional_chat_templates/tool_use.jinja"])
+def test_pipes_that_transformers_would_read(load, tmp_path, name):
+    load(TEMPLATES["generation"])
+    settings = tmp_path / "tokenizer_config.json"
+    versions = {"fast_tokenizer_files": ["tokenizer.4.json"]}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | versions))
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name} must be a regular file"):
+        load_tokenizer(tmp_path, TODAY)
