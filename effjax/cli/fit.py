@@ -23,9 +23,10 @@ _UNITS = {"mb": 10**6, "gb": 10**9, "mib": 2**20, "gib": 2**30}
 def parse_size(option: str, text: str) -> int:
     """Return the bytes in a text such as `24GB` or `22.5GiB`."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", text.strip().lower())
-    if match is None or match[2] not in _UNITS or not float(match[1]):
+    size = float(match[1]) * _UNITS.get(match[2], 0) if match else 0
+    if not 1 <= size < 2**63:
         raise TrainError(f"{option} {text!r:.120} must be a size, such as 24GB or 22.5GiB.")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(size)
 
 
 def parse_fit(text: str) -> tuple[str, int | None]:

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..train.config import COUNT, MODEL, SEED, check_options, option
+from ..train.config import COUNT, FRACTION, MODEL, NONNEGATIVE, SEED, check_options, option
 from ..train.errors import TrainError
 from ..train.host_memory import set_pinned_limit
 from .errors import CommandError
@@ -50,13 +50,16 @@ class GenerationOptions:
     system: str | None = option(None, help="System message before the first message.")
     stop: list[str] | None = option(None, help="End before this text. Can be repeated.")
     max_tokens: int = option(100, help="Largest number of tokens to generate.", check=COUNT)
-    temperature: float = option(0.7, help="Divisor of the logits. 0 takes the most probable token.")
+    temperature: float = option(
+        0.7, help="Divisor of the logits. 0 takes the most probable token.", check=NONNEGATIVE
+    )
     top_k: int | None = option(
         None, help="Sample from this many most probable tokens. (default: all)", check=COUNT
     )
     top_p: float | None = option(
         None,
         help="Sample from the most probable tokens that sum to this probability. (default: all)",
+        check=FRACTION,
     )
     seed: int = option(0, help="Seed of the sampling.", check=SEED)
 

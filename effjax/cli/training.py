@@ -103,7 +103,7 @@ def resumed_config(config_type: type[RunConfig], run: Path, changes: Mapping[str
 
 def parse_time(option: str, text: str) -> float:
     """Return the seconds in a text such as `90m` or `7h30m`."""
-    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text.strip())
     hours, minutes, seconds = (int(number or 0) for number in match.groups()) if match else (0,) * 3
     if not (duration := 3600 * hours + 60 * minutes + seconds):
         raise TrainError(f"{option} {text!r:.120} must be a time, such as 90m or 7h30m.")

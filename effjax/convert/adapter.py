@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._files import check, read_json_object
-from ..ops._common.arguments import as_number
+from .._files import MAX_NUMBER, MAX_SIZE, check, read_json_object
+from ..ops._common.arguments import as_integer, as_number
 from .checkpoint import (
     LAYERS_PREFIX,
     Arrays,
@@ -178,16 +178,16 @@ def _read_config(path: Path) -> dict[str, Any]:
     """Return the options of an adapter."""
     kind = "the configuration of LoRA"
     config = read_json_object(path, kind)
+    alpha, dropout = config.get("lora_alpha"), config.get("lora_dropout")
+    limit = f"between {-MAX_NUMBER:g} and {MAX_NUMBER:g}"
     try:
         check(config.get("peft_type") == "LORA", f"peft_type is {config.get('peft_type')!r:.40}")
-        check(type(config.get("r")) is int and config["r"] > 0, "r is not a positive integer")
-        check(type(config.get("lora_alpha")) in (int, float), "lora_alpha is not a number")
-        check(math.isfinite(config["lora_alpha"]), "lora_alpha is not finite")
-    except (ValueError, OverflowError) as error:
+        as_integer("r", config.get("r"), 1, MAX_SIZE)
+        as_number("lora_alpha", alpha, lambda a: abs(a) <= MAX_NUMBER, limit)
+        if dropout is not None:
+            as_number("lora_dropout", dropout, lambda a: 0 <= a < 1, "in [0, 1)")
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: not {kind} ({error!s:.200})") from error
-    dropout = config.get("lora_dropout")
-    if dropout is not None and not (type(dropout) in (int, float) and 0 <= dropout < 1):
-        raise ValueError(f"{path}: lora_dropout is {dropout!r:.80}, not a number in [0, 1).")
     use_rslora = config.get("use_rslora")
     if use_rslora is not None and not isinstance(use_rslora, bool):
         raise ValueError(f"{path}: use_rslora is {use_rslora!r:.80}, not true or false.")

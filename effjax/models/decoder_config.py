@@ -6,12 +6,13 @@ import math
 import os
 import pathlib
 import types
+import typing
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .._files import read_json_object
+from .._files import MAX_COUNT, MAX_NUMBER, MAX_SIZE, read_json_object
 from ..ops._common.arguments import (
     as_dtype,
     as_integer,
@@ -75,7 +76,6 @@ OPTIONS = (
 )  # fmt: skip
 # Of these, null in config.json is a value.
 NULLABLE = ("sliding_window", *SOFT_CAPS)
-MAX_LISTED_LAYERS = 100_000  # of families with a list of the layers, which must fit in memory
 SLIDING, FULL = "sliding_attention", "full_attention"  # in `layer_types`
 GEMMA_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
@@ -141,8 +141,7 @@ class Llama3RopeScaling:
     original_max_position_embeddings: int
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _as_positive(field.name, getattr(self, field.name))
+        _check_fields(self)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"`high_freq_factor` (={self.high_freq_factor}) must be larger than "
@@ -157,7 +156,7 @@ class LinearRopeScaling:
     factor: float
 
     def __post_init__(self) -> None:
-        _as_positive("factor", self.factor)
+        _check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,11 +178,7 @@ class LongRopeScaling:
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("short_factor", "long_factor"):
-            factors = tuple(_as_positive(name, factor) for factor in getattr(self, name))
-            object.__setattr__(self, name, factors)
-        for name in ("original_max_position_embeddings", "attention_factor"):
-            _as_positive(name, getattr(self, name))
+        _check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +202,7 @@ class YarnRopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[:-1]:
-            _as_positive(field.name, getattr(self, field.name))
-        check_instance("truncate", self.truncate, bool, "a bool")
+        _check_fields(self)
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"`beta_fast` (={self.beta_fast}) must be at least `beta_slow` (={self.beta_slow})."
@@ -300,8 +293,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         family = _family(self.model_type)
-        for name in (*SIZES, "num_key_value_heads", "head_dim"):
-            self._set(name, as_integer(name, getattr(self, name), 1))
+        _check_fields(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"`num_key_value_heads` (={self.num_key_value_heads}) must divide "
@@ -311,25 +303,20 @@ class DecoderConfig:
             raise ValueError(
                 f"`head_dim` (={self.head_dim}) must be even: rotary embeddings rotate pairs."
             )
-        for name in ("rms_norm_eps", "rope_theta"):
-            self._set(name, _as_positive(name, getattr(self, name)))
         check_instance(
             "rope_scaling",
             self.rope_scaling,
             RopeScaling | None,
             "a Llama3RopeScaling, LinearRopeScaling, LongRopeScaling, YarnRopeScaling or None",
         )
-        if self.sliding_window is not None:
-            self._set("sliding_window", as_integer("sliding_window", self.sliding_window, 1))
-        for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
-            check_instance(name, getattr(self, name), (bool, np.bool_), "a bool")
-            self._set(name, bool(getattr(self, name)))
         self._check_options(family)
         self._check_rotary()
         self._set("dtype", as_dtype("dtype", self.dtype).name)
         settings = parse_settings(self.other_settings)
         if (deviation := settings.get("initializer_range")) is not None:
-            as_number("initializer_range", deviation, lambda a: 0 <= a < math.inf, "at least 0")
+            as_number("initializer_range", deviation, lambda a: 0 <= a <= MAX_NUMBER, "at least 0")
+        if (positions := settings.get("max_position_embeddings")) is not None:
+            _as_count("max_position_embeddings", positions)
         for name in DROPOUTS:
             if settings.get(name) is not None:
                 as_number(name, settings[name], lambda a: 0 <= a < 1, "in [0, 1)")
@@ -350,12 +337,6 @@ class DecoderConfig:
                 self._set(name, neutral[name])
             if getattr(self, name) is None and name in by_layer:
                 self._set(name, (by_layer[name],) * self.num_hidden_layers)
-        for name in (*GRANITE_FACTORS, "partial_rotary_factor", "rope_local_base_freq", *SOFT_CAPS):
-            value = getattr(self, name)
-            may_be_none = name in (*SOFT_CAPS, *neutral)
-            self._set(name, None if value is None and may_be_none else _as_positive(name, value))
-        if (divisor := self.query_pre_attn_scalar) is not None:
-            self._set("query_pre_attn_scalar", as_integer("query_pre_attn_scalar", divisor, 1))
         self._check_layers("layer_types", (SLIDING, FULL))
         self._check_layers("no_rope_layers", (0, 1))
         if SLIDING in (self.layer_types or ()) and self.sliding_window is None:
@@ -397,7 +378,6 @@ class DecoderConfig:
         self._set(name, tuple(values))
 
     def _set(self, name: str, value: Any) -> None:
-        """Replace a NumPy scalar, which `to_json` cannot write, in a frozen dataclass."""
         object.__setattr__(self, name, value)
 
     @classmethod
@@ -524,8 +504,39 @@ def parse_settings(text: str) -> dict[str, Any]:
     return settings
 
 
+def _check_fields(config: Any) -> None:
+    """Check the fields of a frozen dataclass that are numbers, lists of numbers or bools.
+
+    NumPy scalars, which `to_json` cannot write, become Python's.
+    """
+    checks = {int: _as_count, float: _as_positive, bool: _as_bool}
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value: Any = getattr(config, name)
+        kinds = typing.get_args(hint) or (hint,)
+        check = next((check for kind, check in checks.items() if kind in kinds), None)
+        if check is None or (value is None and type(None) in kinds):
+            continue
+        if typing.get_origin(hint) is tuple:
+            check_instance(name, value, (list, tuple), "a list of numbers")
+            value = tuple(check(name, entry) for entry in value or ())
+        else:
+            value = check(name, value)
+        object.__setattr__(config, name, value)
+
+
+def _as_count(name: str, value: Any) -> int:
+    limit = MAX_SIZE if name in (*SIZES, "num_key_value_heads", "head_dim") else MAX_COUNT
+    return as_integer(name, value, 1, limit)
+
+
 def _as_positive(name: str, value: Any) -> float:
-    return as_number(name, value, lambda number: 0 < number < math.inf, "positive and finite")
+    expected = f"between {1 / MAX_NUMBER:g} and {MAX_NUMBER:g}"
+    return as_number(name, value, lambda a: 1 / MAX_NUMBER <= a <= MAX_NUMBER, expected)
+
+
+def _as_bool(name: str, value: Any) -> bool:
+    check_instance(name, value, (bool, np.bool_), "a bool")
+    return bool(value)
 
 
 def _parse(settings: dict[str, Any]) -> DecoderConfig:
@@ -537,7 +548,7 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
     for name in SIZES:
         if name not in settings:
             raise ValueError(f"config.json lacks `{name}`.")
-        fields[name] = as_integer(name, settings.pop(name), 1)
+        fields[name] = _as_count(name, settings.pop(name))
     heads = fields["num_attention_heads"]
     # null means the default of the family, except for a key of `NULLABLE`.
     values = {**family.defaults, **{n: v for n, v in settings.items() if v is not None}}
@@ -580,10 +591,6 @@ def _default_layers(model_type: str, count: int, values: Mapping[str, Any]) -> d
     """Return the values for each layer that config.json may lack."""
     # As transformers fills them in: each fourth layer of SmolLM3 rotates nothing, and each second
     # one of Gemma 2 and sixth one of Gemma 3 attends to all tokens.
-    if count > MAX_LISTED_LAYERS and (model_type == "smollm3" or model_type.startswith("gemma")):
-        raise ValueError(
-            f"`num_hidden_layers` (={count}) must be at most {MAX_LISTED_LAYERS} for {model_type}."
-        )
     if model_type == "smollm3":
         every = as_integer("no_rope_layer_interval", values.get("no_rope_layer_interval", 4), 1)
         return {"no_rope_layers": [int((i + 1) % every != 0) for i in range(count)]}
@@ -637,7 +644,7 @@ def _parse_scaling(
     """Return the scaling of rotary frequencies of a `rope_type`."""
     if kind == "default":
         return None
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         known = ", ".join(f'"{name}"' for name in ("default", *_SCALINGS))
         raise ValueError(
             f"`rope_type` (={kind!r:.80}) of config.json must be one of {known}; others are not "
@@ -652,8 +659,11 @@ def _parse_scaling(
     if kind == "longrope" and rope.get("attention_factor") is None:
         # LongRoPE's sqrt(1 + ln s / ln L) for rows s times as long as the original L: with more
         # tokens, scores must be larger for attention to stay as sharp.
+        original = _as_count("original_max_position_embeddings", original)
         factor = rope.get("factor")
-        factor = longest / original if factor is None else factor
+        if factor is None:
+            factor = _as_positive("max_position_embeddings", longest) / original
+        factor = _as_positive("factor", factor)
         root = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
         rope["attention_factor"] = root
     rope["original_max_position_embeddings"] = original
@@ -701,7 +711,9 @@ def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
             f"`quantization_config` (={quantized!r:.80}) of config.json is not supported: weights "
             "are read in 16 or 32 bits. Use the model in full precision."
         )
-    if "layer_types" not in family.options and SLIDING in (settings.get("layer_types") or ()):
+    layers = settings.get("layer_types") or []
+    is_full = isinstance(layers, list) and SLIDING not in layers
+    if "layer_types" not in family.options and not is_full:
         raise ValueError('`layer_types` of config.json must all be "full_attention".')
 
 

@@ -6,20 +6,17 @@ The command line, `--config FILE`, config.json of a run and the planner read the
 import dataclasses
 import hashlib
 import json
-import math
+import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+from .._files import MAX_COUNT, MAX_NUMBER, MAX_SIZE
 from .errors import TrainError
 
 DATA, MODEL, OPTIMIZATION, RUN, PROCESSES, PLAN = (
     "Data", "Model", "Optimization", "Run", "Several processes", "Plan",
 )  # fmt: skip
-# Bounds of integers, above which JAX raises obscure errors or ends the process. The products of a
-# few sizes, such as the shape of a kernel, must fit in 64 bits.
-MAX_SIZE, MAX_COUNT = 2**20, 2**31 - 1
-
 # Options that may change on `--resume`. They do not affect the result of a step with finite loss
 # and gradients, apart from rounding. Files may move: they are compared by their content.
 PATHS = "data", "validation_data", "checkpoint", "chat_template", "adapter", "sample_prompts"
@@ -42,11 +39,13 @@ INDEX = Check(f"be between 0 and {MAX_SIZE}", lambda value: 0 <= value <= MAX_SI
 SEED = Check(f"be between 0 and {2**32 - 1}", lambda value: 0 <= value < 2**32)
 SHARE = Check("lie in [0, 1)", lambda value: 0 <= value < 1)
 FRACTION = Check("lie in [0, 1]", lambda value: 0 <= value <= 1)
-POSITIVE = Check("be above 0 and finite", lambda value: 0 < value < math.inf)
-NONNEGATIVE = Check("be at least 0 and finite", lambda value: 0 <= value < math.inf)
+POSITIVE = Check(f"be above 0 and at most {MAX_NUMBER:g}", lambda value: 0 < value <= MAX_NUMBER)
+NONNEGATIVE = Check(
+    f"be at least 0 and at most {MAX_NUMBER:g}", lambda value: 0 <= value <= MAX_NUMBER
+)
 SHARE_OR_COUNT = Check(
-    "be a share in [0, 1) or a whole number",
-    lambda value: 0 <= value < 1 or value % 1 == 0 < value < math.inf,
+    f"be a share in [0, 1) or a whole number up to {MAX_COUNT}",
+    lambda value: 0 <= value < 1 or (value % 1 == 0 and 0 < value <= MAX_COUNT),
 )
 
 
@@ -78,28 +77,39 @@ def inherit(config_type: type, name: str, **changes: Any) -> Any:
 
 
 def check_options(options: Any) -> None:
-    """Raise TrainError if a field of a dataclass violates its check or is none of its choices."""
+    """Raise TrainError if a field of a dataclass has another type, or violates its check."""
     hints = typing.get_type_hints(type(options))
     for field in dataclasses.fields(options):
         value, check = getattr(options, field.name), field.metadata.get("check")
-        if value is None:
-            continue
-        if check is not None and not check.holds(value):
-            raise TrainError(f"`{field.name}` (={value}) must {check.words}")
-        choices = literal_choices(hints[field.name])
-        if choices and value not in choices:
-            expected = ", ".join(map(repr, choices))
-            raise TrainError(f"`{field.name}` (={value!r:.120}) must be one of {expected}")
+        hint = hints[field.name]
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = typing.get_args(hint) if is_union else (hint,)
+        if not any(_is_one(value, kind) for kind in kinds):
+            expected = " or ".join(_describe(kind) for kind in kinds if kind is not types.NoneType)
+            raise TrainError(f"`{field.name}` (={value!r:.120}) must be {expected}")
+        if check is not None and value is not None and not check.holds(value):
+            raise TrainError(f"`{field.name}` (={value!s:.120}) must {check.words}")
 
 
-def literal_choices(annotation: Any) -> tuple[Any, ...]:
-    """Return the values of a `Literal`, also of one that may be None; empty for other types."""
-    if typing.get_origin(annotation) is Literal:
-        return typing.get_args(annotation)
-    for part in typing.get_args(annotation):
-        if typing.get_origin(part) is Literal:
-            return typing.get_args(part)
-    return ()
+def _is_one(value: Any, kind: Any) -> bool:
+    """Return True if a value has a type, as JSON has them: bools are no numbers."""
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if typing.get_origin(kind) is list:
+        return isinstance(value, list) and all(
+            _is_one(one, *typing.get_args(kind)) for one in value
+        )
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _describe(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return f"one of {', '.join(map(repr, typing.get_args(kind)))}"
+    words = {bool: "true or false", int: "a whole number", float: "a number"}
+    words[list[str]] = "a list of texts"
+    return words.get(kind, "a text")
 
 
 def command_line(command: str) -> str:

@@ -6,6 +6,7 @@ split over `fsdp`; split parameters are gathered where they are used.
 
 import functools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ def parse_axes(text: str | None, num_devices: int | None = None) -> dict[str, in
     sizes = {}
     for item in text.split(","):
         name, _, size = (word.strip() for word in item.partition("="))
-        if name not in (AXIS, FSDP) or name in sizes or not size.isdecimal() or not int(size):
+        if name not in (AXIS, FSDP) or name in sizes or not re.fullmatch("0*[1-9][0-9]{0,8}", size):
             raise TrainError(
                 f"`mesh` (={text!r:.120}) must be like {AXIS}=2,{FSDP}=4: each axis once, with "
                 "its size"

@@ -4,16 +4,21 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 
 from effjax import convert
+from effjax.cli.chat import ChatOptions
+from effjax.cli.memory import FunctionOptions
+from effjax.cli.options import RunOptions
 from effjax.cli.other_names import NAMES
+from effjax.train.errors import TrainError
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.tiny import write_checkpoint
 from tests.cli.command import TINY, is_escaped, odd_name, one_line
+from tests.convert.decoders import WRONG_NUMBERS
 from tests.convert.pickles import Global, zipped
 
 TO_NEW = "--model", "resnet18", "--to", "new"
@@ -128,6 +133,24 @@ def test_long_messages_are_cut(refused):
 def test_integers_have_bounds(refused, tmp_path, argv, option, value):
     assert option[2:].split("-")[0] in refused(*argv, option, value)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("digits", [400, 5000])
+@pytest.mark.parametrize(
+    ("option", "form"), [("--stop-after", "{}h"), ("--fit", "{}GB"), ("--mesh", "data={}")]
+)
+def test_texts_with_large_numbers(refused, option, form, digits):
+    """Python converts no text of more than 4300 digits."""
+    assert "must" in refused(*TINY, option, form.format("9" * digits))
+
+
+@pytest.mark.parametrize("command", [RunOptions, ChatOptions, FunctionOptions])
+def test_all_numbers_have_bounds(command):
+    needed = {"checkpoint": "m"} if command is ChatOptions else {}
+    for name, hint in get_type_hints(command).items():
+        for value in WRONG_NUMBERS if {int, float} & {hint, *get_args(hint)} else ():
+            with pytest.raises(TrainError, match=f"`{name}`"):
+                command(**needed, **{name: value})
 
 
 @pytest.mark.parametrize(

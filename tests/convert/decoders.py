@@ -77,6 +77,8 @@ CONFIGS = {
         rope_local_base_freq=100.0, rope_scaling={"rope_type": "linear", "factor": 8.0}, **GEMMA,
     ),
 }  # fmt: skip
+# What JSON may have for a number that must be positive, and finite in float32.
+WRONG_NUMBERS = 1e300, float("nan"), -1, 10**40, 10**400, "x", True, []
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 24))
 INPUTS, LABELS = TOKENS[:, :-1], TOKENS[:, 1:]
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from effjax import convert
 from effjax.convert.adapter import read_adapter_options
+from tests.convert.decoders import WRONG_NUMBERS
 from tests.convert.test_checkpoint import assert_same_bits, file_of, info, random_bits, shapes_of
 
 LAYERS = {
@@ -96,10 +97,8 @@ def test_other_prefix(tmp_path):
         ({"rotates": 2, "future": None}, "adapters with rotates=2 are not"),
         ({"use_rslora": "false"}, "use_rslora"),
         ({"r": 4}, "r is 4, but the matrices have rank 2"),
-        ({"r": None}, "r is not"),
-        ({"lora_dropout": 1}, "lora_dropout is 1"),
-        ({"lora_alpha": True}, "lora_alpha is not"),
-        ({"lora_alpha": float("nan")}, "lora_alpha is not finite"),
+        ({"r": None}, "`r` must be an integer"),
+        ({"lora_dropout": 1}, r"`lora_dropout` \(=1\)"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
     ],
 )
@@ -107,6 +106,15 @@ def test_rejects_other_adapters(saved, options, match):
     change_config(saved, **options)
     with pytest.raises(ValueError, match=rf"adapter_config\.json: .*{match}"):
         convert.load_adapter(saved)
+
+
+@pytest.mark.parametrize("name", ["r", "lora_alpha", "lora_dropout"])
+@pytest.mark.parametrize("value", WRONG_NUMBERS)
+def test_rejects_wrong_numbers(saved, name, value):
+    if (name, value) != ("lora_alpha", -1):  # which subtracts the product
+        change_config(saved, use_rslora=True, **{name: value})
+        with pytest.raises(ValueError, match=f"adapter_config.json: .*`{name}`"):
+            read_adapter_options(saved)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "\xff"])

@@ -29,7 +29,15 @@ from effjax.models import (
 )
 from tests.contexts import assert_trees_close, mesh_of
 from tests.convert import decoders
-from tests.convert.decoders import CONFIGS, INPUTS, LABELS, config_of, make_decoder, mean_loss
+from tests.convert.decoders import (
+    CONFIGS,
+    INPUTS,
+    LABELS,
+    WRONG_NUMBERS,
+    config_of,
+    make_decoder,
+    mean_loss,
+)
 from tests.tiers import vary
 
 LENGTHS = 5, 1, 9, 4  # of the documents of a packed sequence; the last is padding
@@ -554,7 +562,7 @@ def test_dropout_of_config_json_is_refused_in_training():
         ("llama2", {"model_type": ["llama"]}, "`model_type`"),
         ("llama2", {"num_key_value_heads": 0}, "`num_key_value_heads` .* at least 1"),
         ("llama2", {"rms_norm_eps": "1e-6"}, "`rms_norm_eps` must be a number"),
-        ("llama2", {"rms_norm_eps": 10**400}, "invalid"),
+        ("llama2", {"rms_norm_eps": 10**400}, "`rms_norm_eps` .* between 1e-38 and 1e\\+38"),
         ("llama2", {"tie_word_embeddings": "false"}, "`tie_word_embeddings` must be a bool"),
         ("llama2", {"torch_dtype": "int8"}, "`dtype`"),
         ("llama2", {"rope_theta": float("nan")}, "`rope_theta`"),
@@ -567,6 +575,26 @@ def test_unsupported_configurations_are_refused(name, changes, match):
     settings = {n: v for n, v in (CONFIGS[name] | changes).items() if v is not None}
     with pytest.raises(ValueError, match=match):
         DecoderConfig.from_json(settings)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_wrong_numbers_are_refused_by_name(name):
+    settings = config_of(name).to_json()
+    unused = json.loads(config_of(name).other_settings).keys() - {"max_position_embeddings"}
+    scaling = settings.get("rope_scaling") or {}
+    for key, value in [*settings.items(), *scaling.items()]:
+        if type(value) not in (int, float) or key in unused:
+            continue
+        # transformers prefers this key to that of the scaling.
+        parts = [part for part in (settings, scaling) if key in part]
+        for wrong in WRONG_NUMBERS:
+            for part in parts:
+                part[key] = wrong
+            with pytest.raises(ValueError, match=f"`{key}`"):
+                DecoderConfig.from_json(settings)
+        for part in parts:
+            part[key] = value
+    assert DecoderConfig.from_json(settings) == config_of(name)
 
 
 @pytest.mark.parametrize("content", [b"[]", b'{"a": ' * 100_000, b'{"model_type": "\xff"}'])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import typing
 
 import pytest
 
@@ -9,6 +10,7 @@ from effjax.train.config import command_line, fingerprint
 from effjax.train.errors import TrainError
 from effjax.train.images.config import DenseNetRunConfig, ResNetRunConfig
 from effjax.train.text.config import FinetuneConfig
+from tests.convert.decoders import WRONG_NUMBERS
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,18 @@ def test_rejects_values_out_of_range(config, option):
     (name,) = option
     with pytest.raises(TrainError, match=rf"^`{name}` \(="):
         config(**option)
+
+
+@pytest.mark.parametrize("config", [DenseNetRunConfig, ResNetRunConfig, FinetuneConfig])
+def test_values_of_another_kind_are_refused_by_name(config):
+    """The options in config.json of a run may come from anybody."""
+    for name, hint in typing.get_type_hints(config).items():
+        kinds = typing.get_args(hint) or (hint,)
+        wrong = [*WRONG_NUMBERS] if {int, float} & {*kinds} else [1e300, {}, [1]]
+        wrong += [] if type(None) in kinds else [None]
+        for value in wrong if typing.get_origin(hint) is not typing.ClassVar else ():
+            with pytest.raises(TrainError, match=f"`{name}`"):
+                config.from_json({name: value})
 
 
 @pytest.mark.parametrize(

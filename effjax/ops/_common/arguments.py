@@ -169,14 +169,18 @@ def check_named_arrays(name: str, value: Any, needed: Collection[str] = ()) -> N
         raise ValueError(f"`{name}` lacks {missing[0]!r}, one of {len(missing)} missing arrays.")
 
 
-def as_integer(name: str, value: Any, minimum: int) -> int:
-    """Return a Python integer of at least `minimum`. Traced arrays are errors."""
+def as_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+    """Return a Python integer between `minimum` and `maximum`. Traced arrays are errors."""
     try:
+        if isinstance(value, bool):  # index() would take it for 0 or 1
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"`{name}` must be an integer, not {describe(value)}.") from None
     if number < minimum:
         raise ValueError(f"`{name}` (={value!r}) must be an integer of at least {minimum}.")
+    if maximum is not None and number > maximum:
+        raise ValueError(f"`{name}` (={value!r:.80}) must be an integer of at most {maximum}.")
     return number
 
 
@@ -194,13 +198,15 @@ def as_number(name: str, value: Any, accepts: Callable[[float], bool], expected:
     `expected` is that requirement in words, such as "positive". Traced arrays are errors.
     """
     try:
-        if isinstance(value, (str, bytes)):  # float() would parse them
+        if isinstance(value, (str, bytes, bool)):  # float() would parse them
             raise TypeError
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
         raise TypeError(f"`{name}` must be a number, not {describe(value)}.") from None
     if not accepts(number):
-        raise ValueError(f"`{name}` (={value!r}) must be {expected}.")
+        raise ValueError(f"`{name}` (={value!r:.80}) must be {expected}.")
     return number
 
 

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, Self
 from ..config import (
     COUNT,
     DATA,
+    FRACTION,
     INDEX,
     MODEL,
     NONNEGATIVE,
@@ -157,7 +158,10 @@ class DenseNetRunConfig(ImageConfig):
         check=SIZE,
     )
     compression: float | None = option(
-        None, help="Share of the channels that a transition keeps. (default: 0.5)", group=MODEL
+        None,
+        help="Share of the channels that a transition keeps. (default: 0.5)",
+        group=MODEL,
+        check=FRACTION,
     )
     bn_size: int | None = option(
         None,
@@ -165,7 +169,9 @@ class DenseNetRunConfig(ImageConfig):
         group=MODEL,
         check=SIZE,
     )
-    drop_rate: float = option(0.0, help="Dropout rate of each layer's output.", group=MODEL)
+    drop_rate: float = option(
+        0.0, help="Dropout rate of each layer's output.", group=MODEL, check=SHARE
+    )
 
     @property
     def network(self) -> str:

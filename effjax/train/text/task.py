@@ -328,7 +328,7 @@ class TextTask(Task[TextResult]):
     def finish(self, state: DecoderState, run: RunDirectory) -> None:
         folder, base = run.path / self.exported, self.base
         layers, others = state.model.layers, state.model.others
-        files = base.generation_files(self.end_tokens)
+        files: dict[str, Any] = {**base.generation_files(self.end_tokens)}
         if self.config.chat_template:
             files[CHAT_TEMPLATE] = Path(self.config.chat_template)
         try:
