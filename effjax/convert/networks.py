@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from .._files import check
 from ..models.densenet import DENSENET_OPTIONS
 from ..models.linen import DenseNet, ResNet
 from ..models.resnet import RESNET_OPTIONS
@@ -64,6 +65,8 @@ def read_checkpoint(path: Path) -> dict[str, np.ndarray]:
     """
     import orbax.checkpoint as ocp
 
+    for file in path.rglob("*"):  # Orbax would wait for a pipe
+        check(file.is_file() or file.is_dir(), f"{file} must be a regular file.")
     try:
         with ocp.StandardCheckpointer() as checkpointer:
             tree = checkpointer.restore(path.absolute())

@@ -1,6 +1,7 @@
 """Networks and layers with PyTorch's weights reproduce PyTorch's results in float64."""
 
 import functools
+import os
 import re
 import warnings
 
@@ -13,6 +14,7 @@ from flax import linen, nnx
 import effjax.linen
 import effjax.nnx
 from effjax import convert, models
+from effjax.convert import networks
 from effjax.convert.tables import SAME_NAMES
 from effjax.models import linen as linen_models
 from tests.convert import cases
@@ -214,3 +216,11 @@ def test_layer_inside_a_network():
     assert back.keys() == {f"{prefix}.{name}" for name in weights}
     back = convert.to_torch(layer, convert.DEFORM_CONV, prefix=prefix, like=network)
     assert_same_bits(back, {name: a for name, a in network.items() if "layer2" in name})
+
+
+def test_pipes_in_a_folder_are_not_read(tmp_path):
+    networks.write_checkpoint(tmp_path / "new", {"params": {"a": np.ones(3)}})
+    assert networks.read_checkpoint(tmp_path / "new").keys() == {"params.a"}
+    os.mkfifo(tmp_path / "new" / "pipe")
+    with pytest.raises(ValueError, match="pipe must be a regular file"):
+        networks.read_checkpoint(tmp_path / "new")
