@@ -520,6 +520,12 @@ def _run_pipeline(
         accumulated, *new = consumer.compute(accumulated, w, dw, entry)
         if not consumer.writes_params:
             new[0] = None
+        if loads:
+            # Store the next slice in the carry after the update, the last use of the current one.
+            # Otherwise XLA makes a copy of the current one in each turn.
+            ahead, rest = queue[-1]
+            ahead, new = barrier((ahead, new))
+            queue[-1] = ahead, rest
         return (trained, arrays), accumulated, dx, dclosure, queue, tuple(new)
 
     def repeat(state, first, length, **options):

@@ -303,6 +303,15 @@ def test_train_step_updates_state_in_place(fuse_update):
 
 
 @pytest.mark.exhaustive
+def test_each_loop_copies_a_slice_once():
+    """The loaded slice is copied to its place in the carry, but not the one that it replaces."""
+    program = plan_step(ADAM, stacked(16), shape(8, WIDTH), shape(BATCH, 8))
+    kernel = rf"f32\[1,({WIDTH},{2 * WIDTH}|{2 * WIDTH},{WIDTH})\]\S* copy\("
+    counts = [sum(bool(re.match(kernel, a)) for _, a in body) for body in loops(program.hlo)]
+    assert max(counts) == 2, counts  # of two kernels
+
+
+@pytest.mark.exhaustive
 def test_fused_update_on_the_device_saves_the_gradients():
     """Only the state, the inputs of the layers and a few layers remain."""
     others, batch = shape(8, WIDTH), shape(BATCH, 8)
