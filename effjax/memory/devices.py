@@ -375,7 +375,7 @@ _all_targets = (
 _TARGETS = {target.name: target for target in _all_targets}
 
 # Measured time of training steps relative to that of their products at the peak rates: the least
-# and the largest ratio, see docs/measured/planned/published.json and published_tpu.json.
+# and the largest ratio, see docs/measured/planned/published.json.
 MEASURED_FACTORS = {
     "rtx4090": (1.1, 1.22), "rtx5090": (1.03, 1.12), "l40s": (2.12, 2.43), "h100": (1.6, 1.96),
     "v5e": (1.3, 1.44),
