@@ -271,6 +271,7 @@ class Trial:
     peak_device_bytes: int
     peak_host_bytes: int
     step_seconds: float  # modelled; of an example, if `choose_options` got `examples`
+    is_lower_bound: bool  # of `step_seconds`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,8 +282,9 @@ class OptionSearch(Printable):
         options: the fastest options that fit; None if none were found.
         plan: the plan of their step; None if none were found.
         trials: all combinations, the compiled ones first. Each has its `options`, a `result`
-            ("chosen", or why it was not), `is_compiled`, `peak_device_bytes`, `peak_host_bytes` and
-            `step_seconds`. If it is not compiled, bytes and seconds are lower bounds.
+            ("chosen", or why it was not), `is_compiled`, `peak_device_bytes`, `peak_host_bytes`,
+            `step_seconds` and `is_lower_bound`. If it is not compiled, bytes and seconds are lower
+            bounds.
         target: the device.
         budget: bytes of device memory.
         host_memory_bytes: bytes of pinned host memory; None if they are not known.
@@ -341,7 +343,7 @@ class OptionSearch(Printable):
                 # Names that no option can have.
                 "device memory": format_bytes(trial.peak_device_bytes),
                 "host memory": format_bytes(trial.peak_host_bytes),
-                "step time": format_seconds(trial.step_seconds),
+                "step time": _format_time(trial.step_seconds, trial.is_lower_bound),
                 "chosen or not": trial.result,
             }
             for trial in shown
@@ -416,7 +418,11 @@ def summarize(plan: MemoryPlan) -> str:
 
 def format_step(time: StepTime) -> str:
     """Return the modelled time of a call, such as "12.3 ms", or "≥ 12.3 ms" if work is unknown."""
-    return ("≥ " if time.is_lower_bound else "") + format_seconds(time.seconds)
+    return _format_time(time.seconds, time.is_lower_bound)
+
+
+def _format_time(seconds: float, is_lower_bound: bool) -> str:
+    return ("≥ " if is_lower_bound else "") + format_seconds(seconds)
 
 
 def _donation_note(plan: MemoryPlan) -> str:

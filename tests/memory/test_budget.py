@@ -118,6 +118,7 @@ def test_report():
         "chosen or not",
     ]
     assert lines[3].split()[:6] == ["some", "20.0", "GB", "0", "B", "1.3"]
+    assert ["≥" in line for line in lines[3:6]] == [False, False, True]
     record = json.loads(json.dumps(found.to_dict()))
     assert record["options"] == {"keep": "some"} and record["plan"]["fits"]
     assert [trial["is_compiled"] for trial in record["trials"]] == [True, True, False]

@@ -15,8 +15,8 @@ from ..compiler.lower import PlanError, split_modules
 from ..compiler.packages import find_compiler
 from ..devices import Target, find_rates, find_target
 from ..plan import DEFAULT_TARGET, PlanArguments, plan, resolve_memory_fraction
-from ..render import Progress, format_bytes, format_seconds
-from ..results import MemoryPlan, OptionSearch, Trial, describe_options
+from ..render import Progress, format_bytes
+from ..results import MemoryPlan, OptionSearch, Trial, describe_options, format_step
 
 # The index of a combination's value of each option.
 Position = tuple[int, ...]
@@ -236,7 +236,7 @@ class _Search:
         return tuple(
             Trial(
                 c.options, self._result(c), c.plan is not None, c.device_bytes, c.host_bytes,
-                c.seconds,
+                c.seconds, c.plan is None or c.plan.step_time.is_lower_bound,
             )
             for c in ordered
         )  # fmt: skip
@@ -294,7 +294,7 @@ def _compile_in_turn(
             continue
         search.add(position, planned)
         size, fits = format_bytes(planned.peak_device_bytes), "fits" if planned.fits else "too much"
-        seconds, took = format_seconds(planned.step_seconds), time.perf_counter() - began
+        seconds, took = format_step(planned.step_time), time.perf_counter() - began
         report.finish(f"{label}: {size}, {fits}, {seconds} a step, {took:.1f} s")
     if errors and all(candidate.plan is None for candidate in search.candidates.values()):
         raise errors[0]
