@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from effjax import offload_jit
+from effjax import offload_jit, offload_train_step, to_device, to_host
 from effjax.models import DecoderConfig, decoder_functions, init_decoder
 from effjax.models.scan import scan_layers
 from effjax.ops.quantize import dequantize, quantize
 from effjax.train.mesh import global_batch, make_mesh
+from effjax.train.optimizers import make_optimizer
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.learner import is_adapter
 from effjax.train.text.learner import make_learner as make_learner_of
@@ -206,19 +207,50 @@ def test_muon_orthogonalizes_the_matrices_of_fused_projections(form):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), fused, join(layers))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("name", "family"), [("muon", "qwen3"), ("muon", "phi3"), ("adamw8bit", "qwen3")]
-)
-def test_offloaded_master_copies_equal_those_in_memory(optimized, name, family):
-    """Muon and 8-bit moments, with parameters of 24 bits, to the bit."""
-    options: dict[str, Any] = dict(optimizer=name, param_dtype="bfloat16-24", fuse_update=True)
-    options["model"] = dict(model_type=family)
-    (losses, state), (want, in_memory) = (
-        train(make_learner(params_in=place, **options)) for place in ("host", "device")
-    )
-    assert losses == want
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(in_memory))
+@pytest.mark.parametrize("form", [dict(fuse_update=False), {}])
+@vary("name", ["adamw8bit", "muon"])
+def test_offloaded_master_copies_equal_those_in_memory(optimized, name, form):
+    """Muon and 8-bit moments, with parameters of 24 bits, to the bit.
+
+    The gradients are products of small integers, which no order of a sum changes. Those of a
+    decoder are equal only up to rounding: XLA fuses the two programs differently.
+    """
+
+    def layer(p, x, key):
+        rows, y = x
+        return jnp.roll(rows, 1), y + rows @ p["mlp.gate_up_proj.weight"] + p["norm.weight"]
+
+    def embed(others, batch, key):
+        rows = batch["rows"]
+        return rows, rows * others["embed.weight"]
+
+    def head(others, x, batch, key):
+        return (x[1].astype("float32") * batch["labels"]).sum() + others["norm.weight"].sum()
+
+    def train(place):
+        key = jax.random.split(jax.random.key(0), 2)
+        draw = lambda key, *shape: jax.random.normal(key, shape, "bfloat16")  # noqa: E731
+        layers = {
+            "mlp.gate_up_proj.weight": draw(key[0], 3, 16, 16),
+            "norm.weight": draw(key[1], 3, 16),
+        }
+        others = {"embed.weight": draw(key[0], 16), "norm.weight": draw(key[1], 16)}
+        tx = make_optimizer(
+            name, lambda count: RATE / (1 + count), DECAY, master_copy=True,
+            fused={"mlp.gate_up_proj": (8, 8)},
+        )  # fmt: skip
+        init, step = offload_train_step(
+            embed, layer, head, tx, params_in=place, others_in=place, **form
+        )
+        put = to_host if place == "host" else to_device
+        state, step = init(put(layers), put(others)), offload_jit(step)
+        rng = np.random.default_rng(0)
+        for _ in range(5):
+            rows, labels = rng.integers(-3, 4, (2, 4, 16))
+            state, *_ = step(state, {"rows": jnp.asarray(rows, "bfloat16"), "labels": labels})
+        return jax.device_get(state)
+
+    jax.tree.map(np.testing.assert_array_equal, train("host"), train("device"))
 
 
 @pytest.mark.exhaustive
