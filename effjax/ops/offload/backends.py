@@ -222,7 +222,7 @@ def _zeros(aval: Any) -> jax.Array:
 
 
 def _zero_unknown_to_compiler() -> jax.Array:
-    bits = lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), (), jnp.uint32)[1]
+    bits = lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), ())[1]
     x = lax.bitcast_convert_type(bits, jnp.float32)
     return (jnp.isnan(x) & jnp.isinf(x)).astype(jnp.int32)
 
@@ -358,7 +358,8 @@ def allocate_results(length: int, run: Callable[..., Tree], *args: Tree) -> tupl
     """
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
     leaves, structure = jax.tree.flatten(shapes)
-    spaces = [a.memory_space for a in closed.out_avals]
+    avals: Any = closed.out_avals
+    spaces = [a.memory_space for a in avals]
     return [_allocate(length, *kind) for kind in zip(leaves, spaces, strict=True)], structure
 
 

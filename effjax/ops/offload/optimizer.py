@@ -231,7 +231,7 @@ def is_finite(tree: Tree) -> jax.Array:
         axes = tuple(sorted(varying_axes(a)))
         bad = (~jnp.all(jnp.isfinite(a))).astype(jnp.int32)
         counts[axes] = counts.get(axes, jnp.int32(0)) + bad
-    return sum(lax.psum(n, axes) if axes else n for axes, n in counts.items()) == jnp.int32(0)
+    return jnp.equal(sum(lax.psum(n, axes) if axes else n for axes, n in counts.items()), 0)
 
 
 def measure_squares(tx: Any) -> TransformedOptimizer:

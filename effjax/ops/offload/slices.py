@@ -10,7 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Literal,
+    jaxpr_as_fun,
+)
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._common.arguments import as_dtype, as_integer, check_choice, describe
