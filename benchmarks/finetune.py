@@ -19,15 +19,11 @@ from effjax.memory.time.step_time import step_time
 from effjax.models import DecoderConfig, Llama3RopeScaling, decoder_shapes
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import FORMS, training_step
+from effjax.validation.programs import QWEN3_8B
 
 from .measure import need_compiler
 from .results import Result, Row, Size
 
-QWEN3_8B = DecoderConfig(
-    model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288,
-    num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-    rope_theta=1e6, dtype="bfloat16",
-)  # fmt: skip
 QWEN3_14B = dataclasses.replace(
     QWEN3_8B, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40,
     num_attention_heads=40,

@@ -40,7 +40,7 @@ RULES = {
     "convert": ("models ops _files _names _slices", f"{FLAX} orbax"),
     "memory": ("ops native _extras _files _names", "jax numpy rich matplotlib platformdirs"),
     "optimizers": ("", "jax optax"),
-    "validation": ("memory native ops", "jax numpy optax"),
+    "validation": ("_slices memory models native ops train train.text", "jax numpy"),
     "train": (
         "_extras _files _names _slices _version models optimizers",
         "jax numpy optax orbax tensorstore rich matplotlib tensorboard",

@@ -1,4 +1,4 @@
-"""Validation of the native kernels on the user's GPU: `effjax doctor --gpu`."""
+"""Validation of the native kernels and of plans on the user's GPU: `effjax doctor --gpu`."""
 
 from .run import NoKernelsError as NoKernelsError
 from .run import find_problems as find_problems

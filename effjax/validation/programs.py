@@ -1,28 +1,32 @@
-"""Programs whose memory is planned and measured, and an offloaded step whose time is.
+"""Programs whose memory is planned and measured, and three steps whose time is, too.
 
 Plans run in a process without a GPU, and each measurement in a fresh process, because the peak of a
 process cannot be reset.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from .._slices import Bounds, Rows, create_array
 from ..memory import list_targets, plan
 from ..memory.devices import find_target
+from ..memory.render import format_bytes
+from ..memory.search.budget import argument_bytes
+from ..models import DecoderConfig
 from ..ops.batch_norm.sync import sync_batch_norm
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.dense_block.block import DenseLayerParams, dense_block
 from ..ops.dense_block.bn_relu_conv import bn_relu_conv
-from ..ops.offload.compiled import offload_jit
-from ..ops.offload.train_step import OffloadState, offload_train_step
-from .checks import median_seconds
+from ..ops.samplers.deform_conv.api import deform_conv2d
+from ..train.host_memory import SLICE_BYTES
+from .checks import make_program, median_seconds
 from .kernels import LEVELS, Call, make_attention, make_deform_conv, make_roi
 
 
@@ -119,60 +123,142 @@ def plan_peak(name: str, target: str) -> int:
     return plan(*PROGRAMS[name](), target=target).peak_device_bytes
 
 
-def measure_peak(name: str) -> int | None:
-    """Run a program and return the peak of this process, or None if the device counts no bytes."""
-    fun, *shapes = PROGRAMS[name]()
+def make_dense_block(layers: int, batch_size: int) -> tuple:
+    """Return the gradients of a dense block on 32 × 32 maps, and the shapes of its arguments."""
+
+    def loss(params, x, weights):
+        return jnp.sum(dense_block(x, params, save="features")[0] * weights)
+
+    maps, channels, growth = (batch_size, 32, 32), 24, 12
+    weights = shape(*maps, channels + layers * growth)
+    params = _dense_layers(channels, growth, layers)
+    return jax.jit(jax.value_and_grad(loss, (0, 1))), params, shape(*maps, channels), weights
+
+
+def make_conv(batch_size: int, size: int, channels: int, implementation: Any) -> tuple:
+    """Return a deformable convolution, forward and backward, and its arguments."""
+    call = make_deform_conv("float32", batch=batch_size, size=(size, size), c=channels, o=channels)
+    conv = functools.partial(deform_conv2d, padding=1, implementation=implementation)
+    return make_program(conv, len(call.names)), call.args, call.args[0]
+
+
+QWEN3_8B = DecoderConfig(
+    model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288,
+    num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    rope_theta=1e6, dtype="bfloat16",
+)  # fmt: skip
+
+
+def make_finetune(layers: int, tokens: int, is_run: bool = False, **sizes: int) -> tuple:
+    """Return the offloaded step of `effjax finetune` for Qwen3-8B, and its arguments.
+
+    The state is that of the first step if the step `is_run`, and otherwise its shapes. `sizes` are
+    other sizes of the model, for tests.
+    """
+    from ..train.text.config import FinetuneConfig
+    from ..train.text.plans import planned_learner, training_step
+
+    config = FinetuneConfig(params_in="host", fuse_update=True, max_length=tokens, batch_size=1)
+    model = dataclasses.replace(QWEN3_8B, num_hidden_layers=layers, **sizes)
+    step, state, batch, _ = training_step(config, model=model)
+    if is_run:
+        learner = planned_learner(config, model=model)
+        state = learner.initial_state(*jax.tree.map(make_array, learner.model_shapes()))
+    text = np.random.default_rng(0).integers(model.vocab_size, size=tokens)
+    values = {"tokens": text, "labels": text, "positions": np.arange(tokens)}
+    batch = {
+        name: jax.device_put(np.full(a.shape, values.get(name, 1), a.dtype), a.sharding)
+        for name, a in batch.items()
+    }
+    return step, state, batch, jax.random.key(0)
+
+
+# The steps of README.md, and their forms.
+STEPS: dict[str, Callable[..., tuple]] = {
+    "dense_block": make_dense_block, "deform_conv2d": make_conv, "finetune": make_finetune,
+}  # fmt: skip
+FORMS: dict[str, dict[str, Any]] = {
+    "dense_block": {"layers": 48, "batch_size": 64},
+    "deform_conv2d": {"batch_size": 8, "size": 56, "channels": 64, "implementation": "xla"},
+    "finetune": {"layers": 36, "tokens": 4096},
+}
+
+
+def fit_finetune(host_bytes: int, layers: int, **form: Any) -> int:
+    """Return the number of layers, at most `layers`, with which the step fits in host memory."""
+
+    def needed(count: int) -> int:
+        _, state, batch, _ = make_finetune(count, **form)
+        # The inputs of the layers are in host memory, too.
+        return argument_bytes([state], 1)[1] + count * batch["tokens"].size * 2 * width
+
+    width = form.get("hidden_size", QWEN3_8B.hidden_size)
+    one, two = needed(1), needed(2)
+    if one > host_bytes:
+        needs, free = format_bytes(one), format_bytes(host_bytes)
+        raise ValueError(f"one layer needs {needs} of host memory, and {free} can be pinned")
+    return min(layers, 1 + (host_bytes - one) // (two - one))
+
+
+def plan_step(name: str, form: dict[str, Any], target: str) -> dict[str, Any]:
+    """Return the planned bytes and the modelled seconds of a step, and why it does not fit."""
+    planned = plan(*STEPS[name](**form), target=target)
+    needs, available = planned.peak_device_bytes, planned.available_bytes
+    reason = f"it needs {format_bytes(needs)} of device memory, and has {format_bytes(available)}"
+    return {
+        "planned_bytes": needs,
+        "planned_host_bytes": planned.peak_host_bytes,
+        "modelled_seconds": planned.step_seconds,
+        "too_large": None if planned.fits else reason,
+    }
+
+
+def make_array(like: Any) -> jax.Array:
+    """Return an array of small random numbers, or of zeros for integers, where its shape says."""
+    # Products of equal numbers would take less power, and so less time.
+    numbers = np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype(like.dtype)
+
+    def fill(rows: np.ndarray) -> None:
+        rows[:] = np.resize(numbers, rows.shape)
+
+    def rows_of(bounds: Bounds) -> Iterator[Rows]:
+        count, *others = [last - first for first, last in bounds] or [1]
+        size = max(SLICE_BYTES // (math.prod(others) * like.dtype.itemsize), 1)
+        for first in range(0, count, size):
+            yield first, min(first + size, count), fill
+
+    return create_array(like, rows_of, SLICE_BYTES)
+
+
+def _prepare(name: str, form: dict[str, Any] | None) -> tuple[Callable, list]:
+    """Return a compiled program, or a step in a form, and its arguments."""
+    make: Callable = PROGRAMS[name] if form is None else functools.partial(STEPS[name], **form)
+    fun, *args = make(is_run=True) if name == "finetune" else make()
+    args = jax.tree.map(lambda a: a if isinstance(a, jax.Array) else make_array(a), args)
+    return fun if hasattr(fun, "trace") else jax.jit(fun), args
+
+
+def measure_peak(name: str, form: dict[str, Any] | None = None) -> int | None:
+    """Run a program, or a step in a form, and return the peak of this process.
+
+    The result is None if the device counts no bytes.
+    """
     device = jax.local_devices()[0]
     if device.memory_stats() is None:
         return None
-    args = jax.tree.map(lambda s: jax.device_put(np.ones(s.shape, s.dtype), device), shapes)
-    jax.block_until_ready(jax.jit(fun)(*args))
+    run, args = _prepare(name, form)
+    jax.block_until_ready(run(*args))
     return device.memory_stats()["peak_bytes_in_use"]
 
 
-def make_step(width: int = 1024, count: int = 12, tokens: int = 4096) -> tuple:
-    """Return an offloaded training step and the shapes of its arguments, with their memories."""
+def measure_seconds(name: str, form: dict[str, Any]) -> float:
+    """Return the median seconds of a step on this device."""
+    run, args = _prepare(name, form)
 
-    def layer(params, x, key):
-        return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+    def call() -> Any:
+        results = run(*args)
+        if hasattr(run, "is_offload_jit"):
+            args[0] = results[0]  # the step overwrites its state
+        return results
 
-    step = offload_train_step(
-        lambda others, batch, key: batch["x"],
-        layer,
-        lambda others, x, batch, key: jnp.mean((x - batch["y"]) ** 2),
-        optax.adamw(1e-3),
-    )
-    mesh = jax.make_mesh((1,), ("data",), (AxisType.Auto,), devices=jax.devices()[:1])
-
-    def place(a, kind="device"):
-        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-
-    def on_host(tree):
-        return jax.tree.map(lambda a: place(a, "pinned_host" if a.ndim > 1 else "device"), tree)
-
-    params = {"up": shape(count, width, 4 * width), "down": shape(count, 4 * width, width)}
-    state: OffloadState = jax.tree.map(place, jax.eval_shape(step.init, on_host(params), {}))
-    state = state._replace(layers=on_host(state.layers), layers_state=on_host(state.layers_state))
-    x = place(shape(tokens, width))
-    return offload_jit(step.step), state, {"x": x, "y": x}
-
-
-def plan_step(target: str, **sizes: int) -> float:
-    """Return the modelled seconds of the offloaded step."""
-    return plan(*make_step(**sizes), target=target).step_seconds
-
-
-def measure_step(**sizes: int) -> float:
-    """Return the median seconds of the offloaded step on this device."""
-    step, *shapes = make_step(**sizes)
-    state, batch = jax.tree.map(
-        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), shapes
-    )
-
-    def run():
-        nonlocal state  # the step takes ownership of it
-        state, loss, *_ = step(state, batch)
-        return state, loss
-
-    return median_seconds(run, repeats=5)
+    return median_seconds(call)

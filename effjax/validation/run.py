@@ -1,11 +1,16 @@
 """Validation of all kernels, each in a process of its own."""
 
+import contextlib
 import json
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from .. import native
+from ..memory.render import format_bytes, format_seconds
 from ..native import defaults
+from ..train.host_memory import PROCESS_BYTES, VARIABLE, pinnable_bytes
 from . import programs
 from .checks import new_row
 from .kernels import DTYPES, KERNELS, TABLE, load_kernels
@@ -17,6 +22,8 @@ TIME_LIMIT = 600.0  # seconds of a process
 SANITIZER_SLOWDOWN = 6  # of a process that compiles most of the time
 # Largest difference between the planned and the measured peak of a program.
 PEAK_TOLERANCE, PEAK_BYTES = 0.05, 8 * 2**20
+# The buffers of autotuning would be part of a peak.
+WITHOUT_AUTOTUNING = "--xla_gpu_autotune_level=0"
 
 
 class NoKernelsError(RuntimeError):
@@ -108,37 +115,109 @@ def describe_row(row: dict[str, Any]) -> str:
 
 
 def measure_programs(report: dict[str, Any], *, report_line: Callable[[str], None]) -> None:
-    """Add planned and measured peaks of programs, and times of an offloaded step, to a report.
+    """Add planned and measured peaks of programs, and also times of steps, to a report.
 
     Programs with kernels that are wrong are skipped.
     """
     target = programs.find_target_name(report["devices"][0])
     wrong = {row["kernel"] for row in report["kernels"] if row["failures"]}
-    report["target"], report["programs"] = target, []
+    report["target"], report["programs"], report["steps"] = target, [], []
     if target is None:
         report_line(f"no plans: {report['devices'][0]!r} is unknown to the planner")
-        return
 
-    for name in (name for name in programs.PROGRAMS if name not in wrong):
+    for name in (name for name in programs.PROGRAMS if target and name not in wrong):
         planned = _run_program("plan_peak", "cpu", name=name, target=target)
-        # The buffers of autotuning would be part of the peak.
-        without_autotuning = "--xla_gpu_autotune_level=0"
-        measured = _run_program("measure_peak", "cuda", without_autotuning, name=name)
+        measured = _run_program("measure_peak", "cuda", WITHOUT_AUTOTUNING, name=name)
         row = compare_peaks(name, planned, measured)
         report["programs"].append(row)
         report_line(f"{name}: {'WRONG, ' if row['failures'] else ''}{row['text']}")
-    planned = _run_program("plan_step", "cpu", target=target)
-    measured = _run_program("measure_step", "cuda")
-    report["step"] = {"modelled": planned, "measured": measured}
-    texts = (
-        f"{1e3 * t['value']:.3g} ms" if "value" in t else t["error"] for t in (planned, measured)
+    for name, form in programs.FORMS.items():
+        # The plan has the implementation that runs by default.
+        if outcomes(report).get(name, {}).get("float32") == "faster":
+            form = form | {"implementation": "native"}
+        row = measure_step(name, form, target)
+        report["steps"].append(row)
+        report_line(describe_step(row))
+
+
+def measure_step(
+    name: str, form: dict[str, Any], target: str | None, platform: str = "cuda"
+) -> dict[str, Any]:
+    """Return what was planned and measured of a step of README.md, and why what is missing is not.
+
+    Args:
+        name: a key of `programs.STEPS`.
+        form: its arguments. The fine-tuned model has fewer layers if host memory requires it.
+        target: the planner's name of the device; without one, nothing is planned.
+        platform: of the measurement.
+    """
+    missing: dict[str, str] = {}
+    row: dict[str, Any] = dict.fromkeys(
+        ["planned_bytes", "planned_host_bytes", "modelled_seconds", "measured_bytes"]
+        + ["measured_seconds", "bytes_ratio", "seconds_ratio"]
     )
-    report_line("offloaded step: {} modelled, {} measured".format(*texts))
+    row = {"name": name, "form": form, **row, "missing": missing}
+
+    def run(key: str, task: str, platform: str, xla_flags: str = "", **options: Any) -> Any:
+        result = _run_program(task, platform, xla_flags, **options)
+        if "error" in result:
+            missing[key] = result["error"]
+        return result.get("value")
+
+    if name == "finetune":
+        layers = run("measured", "fit_finetune", "cpu", host_bytes=free_host_bytes(), **form)
+        if layers is None:
+            return row
+        row["form"] = form = form | {"layers": layers}
+    if target is None:
+        missing["planned"] = "the planner has no target for this device"
+    elif planned := run("planned", "plan_step", "cpu", name=name, form=form, target=target):
+        too_large = planned.pop("too_large")
+        row |= planned
+        if too_large:
+            missing["measured"] = too_large
+            return row
+    options = {"name": name, "form": form}
+    row["measured_bytes"] = run(
+        "measured_bytes", "measure_peak", platform, WITHOUT_AUTOTUNING, **options
+    )
+    if row["measured_bytes"] is None:
+        missing.setdefault("measured_bytes", "the device does not count its bytes")
+    row["measured_seconds"] = run("measured_seconds", "measure_seconds", platform, **options)
+    for kind, first in (("bytes", "planned_bytes"), ("seconds", "modelled_seconds")):
+        if row[first] and row[f"measured_{kind}"]:
+            row[f"{kind}_ratio"] = row[f"measured_{kind}"] / row[first]
+    return row
+
+
+def describe_step(row: dict[str, Any]) -> str:
+    """Return a line about a step of README.md."""
+    parts = [
+        f"{show(row[key])} {key.partition('_')[0]}"
+        for key, show in (
+            ("planned_bytes", format_bytes), ("measured_bytes", format_bytes),
+            ("modelled_seconds", format_seconds), ("measured_seconds", format_seconds),
+        )
+        if row[key] is not None
+    ]  # fmt: skip
+    parts += [f"no {key}: {reason}" for key, reason in row["missing"].items()]
+    form = ", ".join(f"{key} {value}" for key, value in row["form"].items())
+    return f"{row['name']} ({form}): {', '.join(parts)}"
+
+
+def free_host_bytes() -> int:
+    """Return the host memory that a process can pin now, without what other programs use."""
+    size = pinnable_bytes()
+    with contextlib.suppress(OSError):  # not on Linux
+        match = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+        size = min(size, 1024 * int(match[1]) - PROCESS_BYTES) if match else size
+    return size
 
 
 def _run_program(task: str, platform: str, xla_flags: str = "", **options: Any) -> dict[str, Any]:
     """Return the value or the error of a function of `programs.py` in a process of its own."""
-    run = run_child(platform, TIME_LIMIT, task, xla_flags, **options)
+    limit = {VARIABLE: str(pinnable_bytes() // 2**30)}
+    run = run_child(platform, TIME_LIMIT, task, xla_flags, variables=limit, **options)
     if run.failure is not None:
         return {"error": f"{run.failure.kind}: {run.failure.text}"}
     return json.loads(run.lines[-1])

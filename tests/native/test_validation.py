@@ -276,13 +276,23 @@ MEASURED = {
 }
 
 
-def test_programs(monkeypatch):
-    """The peaks of ten programs, and the time of a step."""
+PLANNED = {"planned_bytes": 2**29, "planned_host_bytes": 2**34, "modelled_seconds": 0.01}
 
-    def run_child(platform, time_limit, task, xla_flags, **options):
-        assert platform == ("cpu" if task.startswith("plan") else "cuda")
-        assert bool(xla_flags) == (task == "measure_peak")
+
+def test_programs(monkeypatch):
+    """The peaks of ten programs, and the peaks and times of the steps of README.md."""
+
+    def run_child(platform, time_limit, task, xla_flags, variables, **options):
+        assert platform == ("cuda" if task.startswith("measure") else "cpu")
+        assert bool(xla_flags) == (task == "measure_peak") and len(variables) == 1
         name, result = options.get("name"), {"value": 2**30 if "peak" in task else 0.02}
+        if task == "fit_finetune":
+            result = {"value": 26}
+        if task == "plan_step":
+            assert options["target"] == "l4"
+            result = {"value": PLANNED | {"too_large": name == "dense_block" and "too large"}}
+        if "form" in options:
+            return processes.Run([json.dumps(result)], None, 0)
         if name == "roi_pool" and task == "measure_peak":
             return processes.Run([], checks.Failure("crash", "Aborted"), -6)
         if name == "sync_batch_norm" and task == "plan_peak":
@@ -299,7 +309,16 @@ def test_programs(monkeypatch):
     run.measure_programs(report, report_line=lines.append)
     assert report["target"] == "l4" and len(report["programs"]) == 9
     assert lines[0] == "elementwise: 1024.0 MiB planned, 1024.0 MiB measured"
-    assert lines[-1] == "offloaded step: 20 ms modelled, 20 ms measured"
+    assert [(row["name"], row["bytes_ratio"], row["seconds_ratio"]) for row in report["steps"]] == [
+        ("dense_block", None, None), ("deform_conv2d", 2, 2), ("finetune", 2, 2),
+    ]  # fmt: skip
+    assert report["steps"][0]["missing"] == {"measured": "too large"}
+    assert report["steps"][1]["form"]["implementation"] == "xla"
+    assert report["steps"][2]["form"] == {"layers": 26, "tokens": 4096}
+    assert lines[-1] == (
+        "finetune (layers 26, tokens 4096): 536.9 MB planned, 1.1 GB measured, "
+        "10.0 ms modelled, 20.0 ms measured"
+    )
     assert run.find_problems(report) == [
         "ms_deform_attn float32, plain: value: wrong",
         "memory, recomputed matrix products: peak: 1024.0 MiB planned, 921.6 MiB measured",
@@ -311,7 +330,9 @@ def test_programs(monkeypatch):
     assert skipped == ["sync_batch_norm", "linear_cross_entropy"]
     report = {"devices": ["NVIDIA Abacus"], "kernels": []}
     run.measure_programs(report, report_line=lines.append)
-    assert report["programs"] == [] and "'NVIDIA Abacus' is unknown" in lines[-1]
+    assert report["programs"] == [] and "'NVIDIA Abacus' is unknown" in lines[-4]
+    for row in report["steps"]:
+        assert "no target" in row["missing"]["planned"] and row["measured_seconds"] == 0.02
 
 
 @pytest.mark.exhaustive
@@ -322,7 +343,55 @@ def test_programs_can_be_planned_and_run():
         jax.eval_shape(function, *shapes)
     # Large enough for the tolerance of 8 MiB, small enough for any GPU.
     assert 100 * 2**20 < programs.plan_peak("elementwise", "l4") < 2 * 2**30
-    sizes = dict(width=32, count=2, tokens=4)
-    assert programs.plan_step("l4", **sizes) > 0 and programs.measure_step(**sizes) > 0
     if jax.local_devices()[0].memory_stats() is None:
         assert programs.measure_peak("elementwise") is None
+
+
+TINY: dict[str, Any] = {
+    "dense_block": dict(layers=2, batch_size=2),
+    "deform_conv2d": dict(batch_size=1, size=6, channels=4, implementation="xla"),
+    "finetune": dict(
+        layers=3, tokens=16, hidden_size=32, intermediate_size=64, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=128,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_steps_run(name):
+    assert TINY.keys() == programs.STEPS.keys() == programs.FORMS.keys()
+    assert programs.measure_seconds(name, TINY[name]) > 0
+    if jax.local_devices()[0].memory_stats() is None:
+        assert programs.measure_peak(name, TINY[name]) is None
+
+
+def test_layers_that_fit_in_host_memory():
+    """As many as fit, and at most those of the model; an error says what one layer needs."""
+    form = TINY["finetune"]
+    counts = {size: programs.fit_finetune(size, **form) for size in (300_000, 10**9)}
+    assert 0 < counts[300_000] < counts[10**9] == 3
+    with pytest.raises(ValueError, match=r"one layer needs .* of host memory, and 1.0 kB can be"):
+        programs.fit_finetune(1000, **form)
+
+
+def test_step_that_fails():
+    """A failure of a process is a reason in the row, and the keys are always the same."""
+    form = TINY["deform_conv2d"] | {"implementation": "abacus"}
+    row = run.measure_step("deform_conv2d", form, None, platform="cpu")
+    assert row.keys() == {
+        "name", "form", "missing", "planned_bytes", "planned_host_bytes", "modelled_seconds",
+        "measured_bytes", "measured_seconds", "bytes_ratio", "seconds_ratio",
+    }  # fmt: skip
+    missing = row["missing"]
+    assert "no target" in missing["planned"] and "'abacus'" in missing["measured_seconds"]
+    assert "does not count its bytes" in missing["measured_bytes"]
+    assert "'abacus'" in run.describe_step(row)
+
+
+@pytest.mark.exhaustive
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", TINY)
+def test_steps_can_be_planned(name):
+    planned = programs.plan_step(name, TINY[name], "l4")
+    assert planned.keys() == PLANNED.keys() | {"too_large"} and planned["too_large"] is None
+    assert (planned["planned_host_bytes"] > 0) == (name == "finetune")

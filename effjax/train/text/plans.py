@@ -18,7 +18,7 @@ from ..mesh import batch_sharding, planning_mesh
 from ..task import AS_GIVEN, Form, MemoryChoices
 from .base import find_base
 from .config import FinetuneConfig
-from .learner import make_learner
+from .learner import DecoderLearner, make_learner
 
 # The options that `effjax memory` changes to compare forms of a step.
 FORMS: dict[str, dict[str, Any]] = {
@@ -40,6 +40,16 @@ def read_model(config: FinetuneConfig) -> DecoderConfig:
     return find_base(config.checkpoint, config.stored_dtype, allow_file=True).model
 
 
+def planned_learner(
+    config: FinetuneConfig, num_devices: int = 1, model: DecoderConfig | None = None
+) -> DecoderLearner:
+    """Return the learner of `training_step`, which has the same arguments."""
+    config = config.resolve()
+    mesh = planning_mesh(config.mesh, num_devices)
+    config = dataclasses.replace(config, steps=config.steps or STEPS)
+    return make_learner(config, model or read_model(config), mesh)
+
+
 def training_step(
     config: FinetuneConfig, num_devices: int = 1, model: DecoderConfig | None = None
 ) -> tuple[Any, ...]:
@@ -50,13 +60,10 @@ def training_step(
         num_devices: The number of devices.
         model: The result of `read_model`, by default read here.
     """
-    config = config.resolve()
-    mesh = planning_mesh(config.mesh, num_devices)
-    config = dataclasses.replace(config, steps=config.steps or STEPS)
-    learner = make_learner(config, model or read_model(config), mesh)
+    learner = planned_learner(config, num_devices, model)
     batch = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh))
-        for name, (shape, dtype) in config.batch_shapes().items()
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(learner.mesh))
+        for name, (shape, dtype) in learner.config.batch_shapes().items()
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
     return offload_jit(learner.train_step()), learner.shapes(), batch, key
