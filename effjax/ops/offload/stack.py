@@ -17,6 +17,7 @@ from . import slices
 from .backends import (
     allocate_results,
     barrier,
+    host_slices_are_wrong,
     load,
     mark_host_slices,
     peels_turns,
@@ -520,11 +521,13 @@ def _run_pipeline(
         accumulated, *new = consumer.compute(accumulated, w, dw, entry)
         if not consumer.writes_params:
             new[0] = None
-        if loads:
-            # Store the next slice in the carry after the update, the last use of the current one.
-            # Otherwise XLA makes a copy of the current one in each turn.
+        if loads and consumer.writes_params and not host_slices_are_wrong():
+            # Store each parameter of the next slice after the update of the current one, or XLA
+            # makes a copy of the current one in each turn. Older versions often make none, and
+            # their schedule would become slower.
             ahead, rest = queue[-1]
-            ahead, new = barrier((ahead, new))
+            pairs = [barrier(a) for a in zip(*map(jax.tree.leaves, (ahead, new[0])), strict=True)]
+            ahead, new[0] = map(jax.tree.structure(ahead).unflatten, zip(*pairs, strict=True))
             queue[-1] = ahead, rest
         return (trained, arrays), accumulated, dx, dclosure, queue, tuple(new)
 
