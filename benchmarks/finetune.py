@@ -113,6 +113,7 @@ def plan_model(
     config = FinetuneConfig(
         max_length=length, batch_size=batch, num_microbatches=batch, optimizer=optimizer,
         mlp_chunk_size=MLP_CHUNK if length > MLP_CHUNK else None,
+        packing=length <= MLP_CHUNK,  # a longer row is one text, whose attention is cuDNN's
     ).resolve()  # fmt: skip
     model = dataclasses.replace(model, dtype=config.param_dtype)
     steps = {

@@ -102,22 +102,24 @@ def test_python_blocks_run_over_auto_axes(page, monkeypatch, capsys):
 
 
 def test_readme_blocks_run_separately(capsys):
-    for line, code in blocks(README, "python")[1:]:
+    for line, code in blocks(README, "python")[:-1]:
         if can_run(code):
             execute(README, line, code, {"__name__": "readme"})
 
 
 def test_readme_shows_what_the_planner_prints(capsys):
-    (line, code), (_, shown) = blocks(README, "python")[0], blocks(README, "text")[0]
+    (line, code), (_, shown) = blocks(README, "python")[-1], blocks(README, "text")[0]
     if can_run(code):
         execute(README, line, code, {"__name__": "readme"})
-        printed = capsys.readouterr().out
-        tables = [[line.split() for line in text.splitlines() if line] for text in (printed, shown)]
-        names = ["peak", "plain", "effjax", "modelled", "call", "plain", "effjax"]
-        assert [[line[0] for line in table] for table in tables] == [names, names]
-        for row, column in (2, 3), (6, 1):  # the ratio of the peaks, the milliseconds
-            ours, readme = (float(table[row][column]) for table in tables)
-            assert ours == pytest.approx(readme, rel=0.1)
+        printed, shown = capsys.readouterr().out.splitlines(), shown.splitlines()
+        assert printed[3] == "" and len(shown) == 3
+        number = r"[0-9.]+"
+        for ours, row in zip(printed, shown, strict=False):
+            row = row.removesuffix(" …")
+            assert re.sub(number, "N", ours).startswith(re.sub(number, "N", row))
+            published = [float(n) for n in re.findall(number, row)]
+            ours = [float(n) for n in re.findall(number, ours)][: len(published)]
+            assert ours == pytest.approx(published, rel=0.1)
 
 
 def test_batch_norm_page_reduces_gradients():
@@ -260,7 +262,7 @@ def test_landing_page_shows_the_first_screen_of_readme():
     options = re.findall(r"^:(start-after|end-before): \"(.*)\"$", INDEX.read_text(), re.M)
     start, end = (dict(options)[name] for name in ("start-after", "end-before"))
     text = README.read_text().partition(start)[2].partition(end)[0]
-    assert "**Status**" in text and "## Will it fit?" in text
+    assert "**None has run on a GPU.**" in text and "## Will it fit?" in text
 
 
 def test_named_functions_modules_and_benchmarks_exist():
