@@ -16,6 +16,7 @@ from .._extras import install_command
 from .._files import append_whole, replace_file
 from .config import RunConfig
 from .errors import TrainError, quoted
+from .files import read_text
 from .task import SAMPLES, Metrics, Progress, Record
 
 PROJECT = "effjax"  # unless WANDB_PROJECT or TRACKIO_PROJECT is set
@@ -87,7 +88,7 @@ class OnlineRun:
         file = folder / "id"
         if not file.exists():
             replace_file(file, uuid.uuid4().hex[:8].encode())
-        number, run = file.read_text(), folder.parent
+        number, run = read_text(file), folder.parent
         if name == "wandb":
             places: dict[str, Any] = {"id": number, "dir": os.fspath(run)}  # it appends its name
         else:
