@@ -81,12 +81,14 @@ def test_adapter(tmp_path, form):
     untrained = mean_loss(base.eval(), task)
     assert not np.isclose(untrained, loss, rtol=1e-3)
     adapted = peft.PeftModel.from_pretrained(base, folder).eval()
+    before = mean_loss(adapted, task)
     if form is not None:
-        assert mean_loss(adapted, task) != pytest.approx(loss, rel=1e-5)
         layers = [m for n, m in adapted.named_modules() if n.endswith("_proj.base_layer")]
         assert len(layers) == 14
         for layer in layers:
             weight = jnp.asarray(layer.weight.detach().numpy())
             rounded = dequantize(quantize(weight, form), weight.shape[1], jnp.float32)
             layer.weight.data.copy_(torch.from_numpy(np.array(rounded)))
-    assert mean_loss(adapted, task) == pytest.approx(loss, rel=1e-5)
+    after = mean_loss(adapted, task)
+    assert after == pytest.approx(loss, rel=1e-5)
+    assert form is None or 4 * abs(after - loss) < abs(before - loss)
