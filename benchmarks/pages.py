@@ -229,17 +229,6 @@ TABLES = {
         ],
         ("of",),
     ),
-    "sass": Table(
-        ["planned/cuda_sass.json"],
-        [
-            Column("kernel", lambda row: row["name"].removesuffix(", sm_90")),
-            number("instructions", "per_pack"),
-            number("budget", "budget"),
-            number("loads in flight", "loads_in_flight"),
-            number("registers", "registers"),
-        ],
-        keep=lambda row: row["name"].endswith(("bfloat16, sm_90", "float32, sm_90")),
-    ),
     "offload_by_depth": Table(
         ["planned/offload_depths_h200.json"],
         [
