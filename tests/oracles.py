@@ -78,3 +78,31 @@ def cross_entropy(
     losses = optax.softmax_cross_entropy(logits, targets)
     losses += z_loss * jax.nn.logsumexp(logits, -1) ** 2
     return jnp.where(mask, losses, 0)
+
+
+def round_to_8_bits(x, dtype):
+    """Return x rounded to 8 bits, after a power of two brings its maximum into the range."""
+    most = jnp.max(jnp.abs(jnp.where(jnp.isfinite(x), x, 0)), initial=0).astype(jnp.float64)
+    ratio = float(jnp.finfo(dtype).max) / jnp.where(most > 0, most, 1)
+    scale = 2.0 ** jnp.floor(jnp.log2(ratio))
+    rounded = (x * scale).astype(jnp.float32).astype(dtype).astype(jnp.float64) / scale
+    return jnp.where(jnp.isfinite(x), rounded, jnp.nan)
+
+
+@jax.custom_vjp
+def _round_gradient(y):
+    return y
+
+
+_round_gradient.defvjp(
+    lambda y: (y, ()), lambda _, dy: (round_to_8_bits(dy, jnp.float8_e5m2).astype(dy.dtype),)
+)
+
+
+def fp8_linear(x, kernel, transposed=False):
+    """Return the product of the rounded numbers in float64; rounding has the gradient 1."""
+    x, kernel = (
+        a + lax.stop_gradient(round_to_8_bits(a, jnp.float8_e4m3fn) - a)
+        for a in (x.astype(jnp.float64), kernel.astype(jnp.float64))
+    )
+    return _round_gradient(x @ (kernel.T if transposed else kernel))

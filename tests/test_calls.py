@@ -62,6 +62,7 @@ OPERATORS: dict[str, tuple[tuple, dict[str, Any]]] = {
         bias=jnp.ones(9), mask=jnp.ones((2, 1, 1), bool), chunk_size=4, z_loss=0.5,
         label_smoothing=0.5,
     )),
+    "fp8_linear": ((X, jnp.ones((9, 8))), dict(transposed=True)),
     "dot_product_attention": ((X, X, X), dict(
         segment_ids=jnp.zeros((2, 6), jnp.uint8), window=2, scale=0.5, softcap=2.0, chunk_size=2
     )),
@@ -237,6 +238,7 @@ def halved(tree):
         ("batch_norm_inference", {}),
         ("linear_cross_entropy", {}),
         ("dot_product_attention", {}),
+        ("fp8_linear", {}),
         *((name, {"implementation": i}) for name in SAMPLERS for i in (None, "xla")),
     ],
 )
@@ -256,7 +258,7 @@ def test_gradient_under_strict_promotion(name, options):
 
 
 REVERSE_MODE_OPERATORS = [
-    *NAMED_AXES, "linear_cross_entropy", "dot_product_attention", "offload_scan",
+    *NAMED_AXES, "linear_cross_entropy", "dot_product_attention", "fp8_linear", "offload_scan",
     "offload_sequential", "to_host", *(name for name in OPERATORS if name.startswith("compat")),
 ]  # fmt: skip
 REVERSE_MODE_MODULES = [

@@ -15,6 +15,7 @@ POOL = {"x": X, "boxes": BOXES, "output_size": 2}
 GOOD = {
     "dot_product_attention": {"q": Q, "k": Q, "v": Q},
     "linear_cross_entropy": {"x": ones(4, 3), "kernel": ones(3, 5), "labels": ones(4, dtype=int)},
+    "fp8_linear": {"x": ones(4, 3), "kernel": ones(3, 5)},
     "sync_batch_norm": {"x": ones(4, 3, 5)},
     "batch_norm_inference": {"x": ones(4, 5), "mean": ones(5), "var": ones(5)},
     "bn_relu_conv": {"x": X, "scale": ones(8), "bias": ones(8), "kernel": ones(1, 1, 8, 4)},

@@ -29,12 +29,14 @@ class Subject:
         definition: The same function, differentiated by JAX.
         params: Parameters.
         batch: Arrays with a batch axis.
+        tolerance: Largest difference, relative to the largest value.
     """
 
     op: Callable[..., tuple]
     definition: Callable[..., tuple]
     params: Any
     batch: dict[str, Any]
+    tolerance: float = 1e-12
 
     @functools.cached_property
     def want(self) -> tuple:
@@ -104,6 +106,23 @@ def linear_cross_entropy(bias=True, mask=True, transposed=False, **options):
     op = functools.partial(run_head, effjax.linear_cross_entropy, chunk_size=4, **options)
     arrays = make_head(bias=bias, mask=mask, transposed=transposed)
     return Subject(op, definition, *arrays)
+
+
+def fp8_linear(transposed=False):
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype("f4")
+
+    def bind(multiply):
+        return lambda params, batch, axis_name: (
+            multiply(batch["x"], params["kernel"], transposed=transposed),
+            (),
+        )
+
+    params = {"kernel": draw(7, 5) if transposed else draw(5, 7)}
+    batch = {"x": draw(16, 3, 5), "w": draw(16, 3, 7)}
+    return Subject(bind(effjax.fp8_linear), bind(oracles.fp8_linear), params, batch, 2e-4)
 
 
 def dot_product_attention(segments=True, **options):
@@ -208,6 +227,7 @@ OTHERS = {
         linear_cross_entropy, z_loss=0.1, label_smoothing=0.2, softcap=1.5
     ),
     "dot_product_attention": bind(dot_product_attention, window=3, scale=0.7, softcap=0.5),
+    "fp8_linear": bind(fp8_linear),
     "deform_conv2d": bind(SampledSubject, CONV),
     "ms_deform_attn": bind(SampledSubject, ATTENTION),
     "dcn_aggregate": bind(SampledSubject, DCN),
@@ -227,6 +247,7 @@ VARIANTS = {
     "dense_block, mask": bind(dense_block_of, mask=True, stats="two_psum"),
     "linear_cross_entropy, bare": bind(linear_cross_entropy, bias=False, mask=False),
     "linear_cross_entropy, transposed": bind(linear_cross_entropy, mask=False, transposed=True),
+    "fp8_linear, transposed": bind(fp8_linear, transposed=True),
     "dot_product_attention, causal": bind(dot_product_attention, segments=False),
     "dot_product_attention, full": bind(dot_product_attention, causal=False),
     "deform_conv2d, default": bind(SampledSubject, CONV),

@@ -24,6 +24,10 @@ WRONG_TYPES = {
         {"q": Q.astype(int)}, {"k": Q.astype("f2")}, {"segment_ids": Q[..., 0, 0]},
     ],
     "linear_cross_entropy": [{"x": ones(4, 3, dtype=int)}],
+    "fp8_linear": [
+        {"x": ones(4, 3, dtype=int)}, {"x": jnp.ones((4, 3), "float8_e4m3fn")}, {"kernel": None},
+        {"kernel": ones(3, 5, dtype=int)},
+    ],
     "sync_batch_norm": [
         {"x": [1.0]}, {"x": object()}, {"mask": ones(4, 3, 5)},
         {"residual": ones(4, 3, 5, dtype="f2")},
@@ -52,6 +56,10 @@ WRONG_VALUES = {
         {"kernel": ones(3, 5), "transposed": True}, {"labels": ones(3, dtype=int)},
         {"bias": ones(4)}, {"mask": ones(3, dtype=bool)}, {"z_loss": -1.0},
         {"label_smoothing": 1.1}, {"softcap": -1}, {"chunk_size": 0},
+    ],
+    "fp8_linear": [
+        {"x": ones(4, 2)}, {"x": ones()}, {"x": ones(4, 3), "kernel": ones(3)},
+        {"x": ones(4, 3), "transposed": True},
     ],
     "sync_batch_norm": [
         {"scale": ones(4)}, {"residual": ones(4, 5)}, {"epsilon": 0}, {"activation": "gelu"},
