@@ -117,9 +117,10 @@ def _round(x: jax.Array, dtype: Any) -> _Rounded:
     ratio = jnp.minimum(float(jnp.finfo(dtype).max) / most, MAX_FACTOR)
     bits = lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0x7F800000)
     factor = jnp.where(most > 0, lax.bitcast_convert_type(bits, jnp.float32), 1)
-    # GPUs round infinity to the largest number of e4m3.
-    values = jnp.where(is_finite, x.astype(jnp.float32) * factor, jnp.nan)
-    return _Rounded(values.astype(dtype), factor)
+    # GPUs round infinity to the largest number of e4m3. Selected here, and not before, so that XLA
+    # does not simplify the conversion to 8 bits and back, which rounds.
+    values = (x.astype(jnp.float32) * factor).astype(dtype)
+    return _Rounded(jnp.where(is_finite, values, jnp.asarray(jnp.nan, dtype)), factor)
 
 
 def _multiply(a: _Rounded, b: _Rounded, count: int, dtype: Any) -> jax.Array:

@@ -1,6 +1,7 @@
 """fp8_linear: values, errors beside float64, numbers that are not finite, and compiled kernels."""
 
 import functools
+import math
 import re
 
 import jax
@@ -168,8 +169,13 @@ def test_sizes_are_padded(target):
 
 
 @needs_gpu_compiler
-def test_products_of_16_bits_on_a_gpu_without_8_bits():
-    assert set(plan_results("a100-80").step_time.flops) == {"bf16"}
+def test_products_of_rounded_numbers_on_a_gpu_without_8_bits():
+    p = plan_results("a100-80")
+    assert set(p.step_time.flops) == {"bf16"}
+    # Neither conversion of x, the kernel and dy is simplified away.
+    rounded = re.findall(r"= f8\w+\[([\d,]+)\]\S* select\(", p.hlo)
+    sizes = {math.prod(map(int, shape.split(","))) for shape in rounded}
+    assert sizes == {2048 * 1024, 3072 * 1024, 2048 * 3072}
 
 
 @pytest.mark.exhaustive
