@@ -66,6 +66,18 @@ def attention(q, k, v, *, segment_ids=None, causal=True, window=None, scale=None
     return jnp.einsum("nhqk,nkhd->nqhd", p, v)
 
 
+def expert_mlp(x, experts, weights, gate, up, down, *, activation="silu", transposed=False):
+    """Return the sum of the MLPs of all experts, with weights of 0 for those that are not named."""
+    if transposed:
+        gate, up, down = (jnp.swapaxes(a, 1, 2) for a in (gate, up, down))
+    f = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}[activation]
+    y = jnp.zeros_like(x)
+    for e in range(gate.shape[0]):
+        share = jnp.where(experts == e, weights, 0).sum(-1, keepdims=True)
+        y += share * ((f(x @ gate[e]) * (x @ up[e])) @ down[e])
+    return y
+
+
 def cross_entropy(
     x, kernel, labels, bias=0.0, mask=True, z_loss=0.0, label_smoothing=0.0, transposed=False,
     softcap=None,

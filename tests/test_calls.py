@@ -37,6 +37,7 @@ LOCATIONS, WEIGHTS = jnp.ones((1, 5, 2, 1, 3, 2)) / 2, jnp.ones((1, 5, 2, 1, 3))
 STACK, ROWS = {"w": jnp.ones((4, 3))}, jnp.ones((4, 3))
 
 CONV = dict(strides=1, padding=1, kernel_dilation=1, feature_group_count=2)
+EXPERTS = jnp.ones((6, 2), jnp.uint8)
 TORCH_CONV = dict(stride=1, padding=(1, 1), dilation=1)
 POOL = dict(output_size=2, spatial_scale=0.5, sampling_ratio=2)
 OFFLOAD = dict(num_slices=2, num_microbatches=2)
@@ -66,6 +67,10 @@ OPERATORS: dict[str, tuple[tuple, dict[str, Any]]] = {
     "dot_product_attention": ((X, X, X), dict(
         segment_ids=jnp.zeros((2, 6), jnp.uint8), window=2, scale=0.5, softcap=2.0, chunk_size=2
     )),
+    "expert_mlp": (
+        (X[0, 0], EXPERTS, jnp.ones((6, 2)), *[jnp.ones((3, 8, 8))] * 3),
+        dict(activation="gelu", transposed=True),
+    ),
     "deform_conv2d": ((X, TAPS, KERNEL, MASK, jnp.ones(4)), dict(
         **CONV, offset_groups=1, deterministic=True, chunk_bytes=999
     )),
@@ -258,7 +263,8 @@ def test_gradient_under_strict_promotion(name, options):
 
 
 REVERSE_MODE_OPERATORS = [
-    *NAMED_AXES, "linear_cross_entropy", "dot_product_attention", "fp8_linear", "offload_scan",
+    *NAMED_AXES, "linear_cross_entropy", "dot_product_attention", "expert_mlp", "fp8_linear",
+    "offload_scan",
     "offload_sequential", "to_host", *(name for name in OPERATORS if name.startswith("compat")),
 ]  # fmt: skip
 REVERSE_MODE_MODULES = [

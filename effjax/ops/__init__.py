@@ -5,6 +5,7 @@ from .attention import dot_product_attention
 from .batch_norm import BatchStats, batch_norm_inference, sync_batch_norm
 from .cross_entropy import linear_cross_entropy
 from .dense_block import DenseLayerParams, bn_relu_conv, dense_block
+from .expert_mlp import expert_mlp
 from .fp8 import fp8_linear
 from .offload import (
     OffloadParams,
@@ -41,6 +42,7 @@ __all__ = [
     "deform_roi_pool",
     "dense_block",
     "dot_product_attention",
+    "expert_mlp",
     "fp8_linear",
     "host_init",
     "linear_cross_entropy",

@@ -15,6 +15,10 @@ POOL = {"x": X, "boxes": BOXES, "output_size": 2}
 GOOD = {
     "dot_product_attention": {"q": Q, "k": Q, "v": Q},
     "linear_cross_entropy": {"x": ones(4, 3), "kernel": ones(3, 5), "labels": ones(4, dtype=int)},
+    "expert_mlp": {
+        "x": ones(4, 3), "experts": ones(4, 2, dtype=int), "weights": ones(4, 2),
+        "gate": ones(5, 3, 6), "up": ones(5, 3, 6), "down": ones(5, 6, 3),
+    },
     "fp8_linear": {"x": ones(4, 3), "kernel": ones(3, 5)},
     "sync_batch_norm": {"x": ones(4, 3, 5)},
     "batch_norm_inference": {"x": ones(4, 5), "mean": ones(5), "var": ones(5)},

@@ -144,6 +144,33 @@ def dot_product_attention(segments=True, **options):
     return Subject(op, bind(oracles.attention, **options), params, batch)
 
 
+def make_experts(num_tokens=16, k=3, num_experts=5, width=4, hidden=6, transposed=False):
+    """Return matrices of experts of which the last has no token, and tokens that choose some."""
+    rng = np.random.default_rng(0)
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    params = {name: rng.normal(size=(num_experts, *shape)) for name, shape in shapes.items()}
+    if transposed:
+        params = {name: np.swapaxes(a, 1, 2) for name, a in params.items()}
+    batch = {name: rng.normal(size=(num_tokens, width)) for name in "xw"}
+    # Some tokens name an expert two times.
+    batch["experts"] = rng.integers(0, max(num_experts - 1, 1), (num_tokens, k))
+    batch["weights"] = rng.random((num_tokens, k))
+    return params, batch
+
+
+def run_experts(function, params, batch, axis_name=None, **options):
+    """Choose weights that depend on x, as a router's do."""
+    weights = batch["weights"] * (2 + jnp.sin(batch["x"][:, :1]))
+    return function(batch["x"], batch["experts"], weights, **params, **options), ()
+
+
+def expert_mlp(transposed=False, **options):
+    options["transposed"] = transposed
+    definition = functools.partial(run_experts, oracles.expert_mlp, **options)
+    op = functools.partial(run_experts, effjax.expert_mlp, **options)
+    return Subject(op, definition, *make_experts(transposed=transposed))
+
+
 def multiscale_roi_align():
     rng = np.random.default_rng(0)
     corner, sides = rng.uniform(0, 4, size=(16, 4, 2)), np.array([[8.0], [19.9], [20], [30]])
@@ -227,6 +254,7 @@ OTHERS = {
         linear_cross_entropy, z_loss=0.1, label_smoothing=0.2, softcap=1.5
     ),
     "dot_product_attention": bind(dot_product_attention, window=3, scale=0.7, softcap=0.5),
+    "expert_mlp": bind(expert_mlp),
     "fp8_linear": bind(fp8_linear),
     "deform_conv2d": bind(SampledSubject, CONV),
     "ms_deform_attn": bind(SampledSubject, ATTENTION),
@@ -250,6 +278,7 @@ VARIANTS = {
     "fp8_linear, transposed": bind(fp8_linear, transposed=True),
     "dot_product_attention, causal": bind(dot_product_attention, segments=False),
     "dot_product_attention, full": bind(dot_product_attention, causal=False),
+    "expert_mlp, transposed": bind(expert_mlp, activation="gelu", transposed=True),
     "deform_conv2d, default": bind(SampledSubject, CONV),
     "deform_conv2d, xla": bind(SampledSubject, CONV, "xla"),
     "ms_deform_attn, default": bind(SampledSubject, ATTENTION),

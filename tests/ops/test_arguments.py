@@ -24,6 +24,10 @@ WRONG_TYPES = {
         {"q": Q.astype(int)}, {"k": Q.astype("f2")}, {"segment_ids": Q[..., 0, 0]},
     ],
     "linear_cross_entropy": [{"x": ones(4, 3, dtype=int)}],
+    "expert_mlp": [
+        {"x": ones(4, 3, dtype=int)}, {"experts": ones(4, 2)}, {"weights": ones(4, 2, dtype=int)},
+        {"down": None},
+    ],
     "fp8_linear": [
         {"x": ones(4, 3, dtype=int)}, {"x": jnp.ones((4, 3), "float8_e4m3fn")}, {"kernel": None},
         {"kernel": ones(3, 5, dtype=int)},
@@ -56,6 +60,13 @@ WRONG_VALUES = {
         {"kernel": ones(3, 5), "transposed": True}, {"labels": ones(3, dtype=int)},
         {"bias": ones(4)}, {"mask": ones(3, dtype=bool)}, {"z_loss": -1.0},
         {"label_smoothing": 1.1}, {"softcap": -1}, {"chunk_size": 0},
+    ],
+    "expert_mlp": [
+        {"x": ones(3)}, {"experts": ones(3, 2, dtype=int)}, {"experts": ones(4, dtype=int)},
+        {"experts": 4 + ones(4, 2, dtype=int)}, {"experts": -ones(4, 2, dtype=int)},
+        {"weights": ones(4, 1)}, {"gate": ones(3, 6)}, {"gate": ones(5, 6, 3)},
+        {"gate": ones(5, 3, 6), "transposed": True}, {"up": ones(5, 3, 7)}, {"down": ones(5, 3, 6)},
+        {"activation": "relu6"},
     ],
     "fp8_linear": [
         {"x": ones(4, 2)}, {"x": ones()}, {"x": ones(4, 3), "kernel": ones(3)},

@@ -93,7 +93,10 @@ def test_variant(name, context, monkeypatch):
 
 
 @vary("how", ["shard_map", "vmap"])
-@vary("name", [*NAMED_AXES, "linear_cross_entropy", "dot_product_attention", "deform_conv2d"])
+@vary(
+    "name",
+    [*NAMED_AXES, "linear_cross_entropy", "dot_product_attention", "expert_mlp", "deform_conv2d"],
+)
 def test_different_parameters_per_device(name, how):
     subject = OPERATORS[name]()
 
@@ -125,7 +128,9 @@ def test_second_order(name):
     assert_trees_close(got, want, 1e-11)
 
 
-@pytest.mark.parametrize("name", ["linear_cross_entropy", "dot_product_attention", "fp8_linear"])
+@pytest.mark.parametrize(
+    "name", ["linear_cross_entropy", "dot_product_attention", "expert_mlp", "fp8_linear"]
+)
 def test_reverse_mode_only(name):
     """Or forward mode over reverse mode, where second derivatives exist."""
     subject = OPERATORS[name]()

@@ -133,9 +133,12 @@ class HloModule:
 
     def trip_count(self, loop: Instruction) -> int | None:
         """Return the number of iterations of a while loop, or None if it is unknown."""
-        trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-        if trips:
-            return int(trips[1])
+        # Where the number is data, `set_xla_metadata(max_trip_count=…)` around the loop states a
+        # bound of it. XLA's own count comes first.
+        stated = r'"known_trip_count":\{"n":"(\d+)"', r'\bmax_trip_count="(\d+)"'
+        for pattern in stated:
+            if trips := re.search(pattern, loop.attributes):
+                return int(trips[1])
         # The compiler for TPUs does not state it, nor that for GPUs if the bound is in the state of
         # the loop. A scan compares its counter with a constant.
         root = self.computations[called(loop, "condition")[0]][-1]
