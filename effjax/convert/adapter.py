@@ -13,6 +13,7 @@ import jax
 from .._files import MAX_NUMBER, MAX_SIZE, check, read_json_object
 from ..ops._common.arguments import as_integer, as_number
 from .checkpoint import (
+    EXPERTS,
     LAYERS_PREFIX,
     Arrays,
     Shapes,
@@ -76,7 +77,9 @@ def load_adapter(
 
     Returns:
         The arrays and the scale. The array ``"self_attn.q_proj.lora_A.weight"`` has the shape
-        [L, r, in] and ``"self_attn.q_proj.lora_B.weight"`` [L, out, r]. They add
+        [L, r, in] and ``"self_attn.q_proj.lora_B.weight"`` [L, out, r]; those of experts, such as
+        ``"mlp.experts.gate_proj.lora_A.weight"``, have an axis of experts after that of layers.
+        They add
         ``scale * B @ A`` to ``"self_attn.q_proj.weight"`` of each layer. The scale is
         ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with `use_rslora`.
 
@@ -164,7 +167,7 @@ def save_adapter(
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
         "revision": base_revision,
         "r": rank, "lora_alpha": _find_alpha(scale, rank), "lora_dropout": dropout, "bias": "none",
-        "target_modules": sorted(name.removesuffix(A) for name in layers if name.endswith(A)),
+        "target_modules": sorted({_target(name) for name in layers if name.endswith(A)}),
         "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
     sources = make_sources(layers, {}, f"{BASE}{layers_prefix}")
@@ -172,6 +175,12 @@ def save_adapter(
     files = {CONFIG: text.encode()}
     files |= read_files(copied_files)
     save_arrays(Path(folder), MODEL, sources, files, 1 << 62, overwrite, None, metadata)
+
+
+def _target(name: str) -> str:
+    """Return the module of an adapter as PEFT names it, which adapts all experts alike."""
+    module = name.removesuffix(A)
+    return module.rpartition(".")[2] if EXPERTS in name else module
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -209,17 +218,23 @@ def _find_scale(config: Mapping[str, Any]) -> float:
 
 def _find_shapes(folder: Path, prefix: str) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of the stacked tensors of an adapter."""
-    depth, shapes = {}, {}
+    counts, shapes = {}, {}
     tensors, _, _ = find_tensors(folder, MODEL)
     for name, tensor in tensors.items():
         if found := re.fullmatch(rf"{re.escape(prefix)}\.([0-9]{{1,4}})\.(.+)", name):
-            leaf, i = found[2], int(found[1])
-            depth[leaf] = max(depth.get(leaf, 0), i + 1)
+            module, *of_expert = re.split(
+                rf"{re.escape(EXPERTS)}([0-9]{{1,4}})\.", found[2], maxsplit=1
+            )
+            numbers, leaf = [int(found[1])], module
+            if of_expert:
+                numbers, leaf = [*numbers, int(of_expert[0])], f"{module}{EXPERTS}{of_expert[1]}"
+            known = counts.get(leaf, [0] * len(numbers))
+            counts[leaf] = [max(n, i + 1) for n, i in zip(known, numbers, strict=True)]
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{tensor.path}: {name:.200} has the dtype {tensor.dtype}.")
             shapes.setdefault(leaf, (tensor.shape, DTYPES[tensor.dtype]))
     return {
-        leaf: jax.ShapeDtypeStruct((depth[leaf], *shape), dtype)
+        leaf: jax.ShapeDtypeStruct((*counts[leaf], *shape), dtype)
         for leaf, (shape, dtype) in shapes.items()
     }
 
@@ -230,10 +245,10 @@ def _check_matrices(layers: Mapping[str, Any]) -> int:
     for name, a in layers.items():
         module = name.removesuffix(A).removesuffix(B)
         is_pair = module != name and f"{module}{A}" in layers and f"{module}{B}" in layers
-        if not is_pair or len(a.shape) != 3:
+        if not is_pair or len(a.shape) != 3 + (EXPERTS in name):
             names.add(name)
         else:
-            ranks.add(a.shape[1 if name.endswith(A) else 2])
+            ranks.add(a.shape[-2 if name.endswith(A) else -1])
     if names or len(ranks) != 1:
         raise ValueError(
             f"`layers` must be pairs NAME{A} [L, r, in] and NAME{B} [L, out, r] of one rank. "

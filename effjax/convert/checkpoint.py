@@ -39,6 +39,7 @@ from .safetensors_file import (
 
 MODEL = "model.safetensors"
 LAYERS_PREFIX = "model.layers"
+EXPERTS = ".experts."  # in names of layers, before the number of an expert in the files
 IGNORED = ("rotary_emb.inv_freq",)  # buffers in old checkpoints of Llama
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # dtypes that are converted to each other
 # Larger arrays are moved layer by layer, or by rows of this size.
@@ -54,20 +55,26 @@ class Source(NamedTuple):
 
     Attributes:
         array: Its shape, dtype and sharding.
-        names: The names of its tensors: of one per entry of the first axis, or of a single one.
-        is_stack: Whether the tensors are stacked along the first axis.
+        names: The names of its tensors, in order.
+        axes: The number of axes along which they are stacked: 0 for a single tensor, 1 for one of
+            each layer, and 2 for one of each expert of each layer.
         part: `CODES` or `SCALES` if it is this part of the quantized tensors; otherwise empty.
     """
 
     array: Any
     names: list[str]
-    is_stack: bool
+    axes: int
     part: str = ""
 
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each tensor, or of this part of it."""
-        return tuple(self.array.shape)[self.is_stack :]
+        return tuple(self.array.shape)[self.axes :]
+
+    def layer_names(self, i: int) -> list[str]:
+        """Return the names of the tensors of layer i."""
+        count = math.prod(self.array.shape[1 : self.axes])
+        return self.names[i * count : (i + 1) * count]
 
     @property
     def num_values(self) -> int:
@@ -92,20 +99,32 @@ class Source(NamedTuple):
         first, last = (end * self.num_values for end in bounds[-1])
         return (*bounds[:-1], (first, min(last, tensor.shape[-1])))
 
-    def ranges(self, bounds: Bounds) -> Iterator[tuple[str, tuple[int, int], Bounds]]:
-        """Yield the name of a tensor, rows of a shard within `bounds`, and their own bounds."""
-        # A tensor of a stack is one row. A single tensor is cut, so that the host holds one part of
-        # it at a time.
+    def ranges(self, bounds: Bounds) -> Iterator[tuple[list[str], tuple[int, int], Bounds]]:
+        """Yield names of tensors, rows of a shard within `bounds`, and the bounds of each tensor.
+
+        The rows are those of the tensors, one after the other.
+        """
+        # The tensors of a layer are one row. A single tensor is cut, so that the host holds one
+        # part of it at a time.
         if not bounds:
-            yield self.names[0], (0, 1), bounds
-        elif self.is_stack:
+            yield self.names, (0, 1), bounds
+        elif self.axes:
             for i in range(*bounds[0]):
-                yield self.names[i], (i - bounds[0][0], i - bounds[0][0] + 1), bounds[1:]
+                names, row = self.layer_names(i), i - bounds[0][0]
+                if self.axes == 2:
+                    names = names[slice(*bounds[1])]
+                yield names, (row, row + 1), bounds[self.axes :]
         else:
             shape = [last - first for first, last in bounds]
             for first, last in row_ranges(shape, self.array.dtype.itemsize, CHUNK_BYTES):
                 rows = bounds[0][0] + first, bounds[0][0] + last
-                yield self.names[0], (first, last), (rows, *bounds[1:])
+                yield self.names, (first, last), (rows, *bounds[1:])
+
+    def parts(self, bounds: Bounds) -> Iterator[tuple[str, Bounds]]:
+        """Yield the name of each tensor that a shard within `bounds` has, and the bounds in it."""
+        for names, _, part in self.ranges(bounds):
+            for name in names:
+                yield name, part
 
 
 Sources = dict[str, Source]  # by the name of the array
@@ -137,8 +156,10 @@ def load_checkpoint(
         folder: The checkpoint.
         layers: Shapes [L, ...] of the parameters of the layers. The array
             ``"self_attn.q_proj.weight"`` is the stack of the tensors
-            ``"model.layers.0.self_attn.q_proj.weight"``, ``"model.layers.1. ..."``. The sharding of
-            a shape says where the array is created; without one, on one device.
+            ``"model.layers.0.self_attn.q_proj.weight"``, ``"model.layers.1. ..."``. One of experts,
+            ``"mlp.experts.gate_proj.weight"`` [L, E, ...], is that of the tensors
+            ``"model.layers.0.mlp.experts.0.gate_proj.weight"`` and so on. The sharding of a shape
+            says where the array is created; without one, on one device.
         others: Shapes of all other tensors by their names in the files.
         layers_prefix: What stands before the number of a layer.
         ignore: Ends of the names of tensors that may be in the files, and are not read. Files of
@@ -266,13 +287,15 @@ def check_arrays(layers: Any, others: Any) -> None:
     check_named_arrays("layers", layers)
     check_named_arrays("others", others)
     for name, a in layers.items():
-        if not a.shape:
-            raise ValueError(f"`layers[{name!r:.80}]` of shape () must be [L, ...].")
+        if len(a.shape) < 1 + (EXPERTS in name):
+            form = "[L, E, ...]" if EXPERTS in name else "[L, ...]"
+            raise ValueError(f"`layers[{name!r:.80}]` of shape {a.shape} must be {form}.")
         for part, other in ((CODES, SCALES), (SCALES, CODES)):
             if is_quantized(name, part):
                 pair = layers.get(name.removesuffix(part) + other)
                 is_codes = part != CODES or a.dtype in (jnp.uint8, jnp.int8)
-                if pair is None or len(a.shape) != 3 or not is_codes:
+                num_axes = 3 + (EXPERTS in name)
+                if pair is None or len(a.shape) != num_axes or not is_codes:
                     raise ValueError(
                         f"`layers[{name!r:.80}]` must be a part of a quantized weight, as in "
                         "`effjax.models.decoder_shapes`."
@@ -286,12 +309,15 @@ def make_sources(
 
     def stack(leaf: str, a: Any) -> Source:
         part = next((end for end in (CODES, SCALES) if is_quantized(leaf, end)), "")
-        name = leaf.removesuffix(part)
-        return Source(a, [f"{layers_prefix}.{i}.{name}" for i in range(a.shape[0])], True, part)
+        name, names, axes = leaf.removesuffix(part), [], 1 + (EXPERTS in leaf)
+        for i, *expert in np.ndindex(*a.shape[:axes]):
+            of_expert = name.replace(EXPERTS, f"{EXPERTS}{expert[0]}.", 1) if expert else name
+            names.append(f"{layers_prefix}.{i}.{of_expert}")
+        return Source(a, names, axes, part)
 
     return (
         {leaf: stack(leaf, a) for leaf, a in layers.items()},
-        {name: Source(a, [name], False) for name, a in others.items()},
+        {name: Source(a, [name], 0) for name, a in others.items()},
     )
 
 
@@ -320,7 +346,7 @@ def load_arrays(
         for source in [*layers.values(), *others.values()]
         if source.part != SCALES  # computed with the codes
         for shard in devices_by_shard(source.array)
-        for name, _, bounds in source.ranges(shard)
+        for name, bounds in source.parts(shard)
     )
     report = _make_report(total, progress)
     # Single tensors are the largest of all, so they come while there is little else.
@@ -350,11 +376,13 @@ def find_arrays(
         complete_replacement(folder)
     tensors, unread, problems = find_tensors(folder, file_name)
     # Before their names are listed: a billion layers in config.json would take all memory.
-    wanted = len(others) + sum(a.shape[0] for a in layers.values())
+    wanted = len(others) + sum(
+        math.prod(a.shape[: 1 + (EXPERTS in name)]) for name, a in layers.items()
+    )
     if wanted > 10 * len(tensors) + 1000:
         raise ValueError(
             f"{folder} has {len(tensors)} tensors, and the model {wanted}. Check the number of "
-            "layers in config.json."
+            "layers and of experts in config.json."
         )
     sources = make_sources(layers, others, layers_prefix)
     problems += _compare(tensors, unread, [*sources[0].values(), *sources[1].values()], ignore)
@@ -446,6 +474,7 @@ def _describe(problems: Collection[Problem], layers_prefix: str) -> Iterator[str
     for kind, name, detail in problems:
         found = in_layer.fullmatch(name)
         form = f"{layers_prefix}.{{}}.{found[2]}" if found else name
+        form = re.sub(r"\.experts\.[0-9]+\.", ".experts.*.", form)
         numbers = entries.setdefault(kind, {}).setdefault((form, detail), [])
         numbers += [int(found[1])] if found else []
     for kind, forms in entries.items():
@@ -459,7 +488,7 @@ def _describe(problems: Collection[Problem], layers_prefix: str) -> Iterator[str
 def _describe_numbers(numbers: Collection[int]) -> str:
     """Return numbers like `0-3,5`."""
     ranges: list[list[int]] = []
-    for n in sorted(numbers):
+    for n in sorted({*numbers}):
         if ranges and n == ranges[-1][1] + 1:
             ranges[-1][1] = n
         else:
@@ -483,12 +512,14 @@ def _load_array(
 def _create(source: Source, read: Callable[[str, Bounds, np.ndarray], object]) -> jax.Array:
     """Create an array, and fill its parts by ``read(name, part, out)``."""
 
-    def read_part(name: str, part: Bounds, out: np.ndarray) -> None:
-        read(name, part, out.reshape([last - first for first, last in part]))
+    def read_parts(names: list[str], part: Bounds, out: np.ndarray) -> None:
+        parts = out.reshape([len(names), *(last - first for first, last in part)])
+        for i, name in enumerate(names):
+            read(name, part, parts[i, ...])
 
     def rows_of(bounds: Bounds) -> Iterator[Rows]:
-        for name, rows, part in source.ranges(bounds):
-            yield *rows, functools.partial(read_part, name, part)
+        for names, rows, part in source.ranges(bounds):
+            yield *rows, functools.partial(read_parts, names, part)
 
     return create_array(source.array, rows_of, CHUNK_BYTES)
 
@@ -533,7 +564,7 @@ def _check_shards(leaf: str, codes: Source, scales: Source, tensors: Mapping[str
         {
             (name, source.tensor_bounds(tensors[name], part))
             for shard in devices_by_shard(source.array)
-            for name, _, part in source.ranges(shard)
+            for name, part in source.parts(shard)
         }
         for source in (codes, scales)
     ]
@@ -592,12 +623,12 @@ def save_arrays(
         raise FileExistsError(f"{folder} exists and is not empty.")
     layers, others = sources
     # The tensors of a layer are next to each other, as models read them.
-    depth = max((len(source.names) for source in layers.values()), default=0)
-    by_layer = [(i, source) for i in range(depth) for source in layers.values()]
+    depth = max((source.array.shape[0] for source in layers.values()), default=0)
+    by_layer = [(source, source.layer_names(i)) for i in range(depth) for source in layers.values()]
     shapes = {
-        source.names[i]: describe(source.names[i], source.array)._replace(shape=source.tensor_shape)
-        for i, source in [*((0, source) for source in others.values()), *by_layer]
-        if i < len(source.names)
+        name: describe(name, source.array)._replace(shape=source.tensor_shape)
+        for source, names in [*((source, source.names) for source in others.values()), *by_layer]
+        for name in names
     }
     # The first process creates files of their final size, and each writes its shards into them: no
     # shard is sent to another process.
@@ -692,18 +723,21 @@ def _write_all(
     total = sum(
         num_bytes(tensors[name], part)
         for source, bounds, _ in shards
-        for name, _, part in source.ranges(bounds)
+        for name, part in source.parts(bounds)
     )
     report = _make_report(total, progress)
     for source, bounds, a in shards:
-        for name, rows, part in source.ranges(bounds):
-            array = read_rows(a, *rows, CHUNK_BYTES).reshape([last - first for first, last in part])
-            with np.errstate(invalid="ignore"):  # of NaNs in 16 bits
-                is_finite = np.isfinite(array).all()
-            if not is_finite:
-                raise ValueError(f"{name} has numbers that are not finite.")
-            write_tensor(tensors[name], array, part)
-            report(array.nbytes)
+        for names, rows, part in source.ranges(bounds):
+            arrays = read_rows(a, *rows, CHUNK_BYTES)
+            arrays = arrays.reshape([len(names), *(last - first for first, last in part)])
+            for i, name in enumerate(names):
+                array = arrays[i, ...]
+                with np.errstate(invalid="ignore"):  # of NaNs in 16 bits
+                    is_finite = np.isfinite(array).all()
+                if not is_finite:
+                    raise ValueError(f"{name} has numbers that are not finite.")
+                write_tensor(tensors[name], array, part)
+                report(array.nbytes)
 
 
 @contextlib.contextmanager

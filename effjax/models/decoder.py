@@ -27,10 +27,11 @@ from ..ops._common.arguments import (
     check_named_arrays,
 )
 from ..ops._common.dtypes import accumulation_dtype, at_least_float32
-from ..ops._common.sharding import explicit_axes, explicit_spec
+from ..ops._common.sharding import explicit_axes, explicit_spec, reshape
 from ..ops.attention import IMPLEMENTATIONS, dot_product_attention
 from ..ops.cross_entropy import linear_cross_entropy
-from ..ops.quantize import FORMATS, Format, Quantized, quantized_linear
+from ..ops.expert_mlp import mix_experts
+from ..ops.quantize import FORMATS, Format, Quantized, dequantize, quantized_linear
 from ..ops.quantize import quantize as quantize_array
 from .decoder_config import (
     FAMILIES,
@@ -72,7 +73,8 @@ def decoder_shapes(
 
     Returns:
         ``(layers, others)`` of `jax.ShapeDtypeStruct` by name. The arrays of `layers` have a
-        leading axis of layers.
+        leading axis of layers. The matrices of all experts of a layer are one array, such as
+        ``"mlp.experts.gate_proj.weight"`` [L, E, out, in].
 
     Raises:
         TypeError: for a configuration of another type.
@@ -84,6 +86,7 @@ def decoder_shapes(
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     family, fused = FAMILIES[config.model_type], config.fused_projections
+    experts = family.experts
     if fused:
         linear = {  # [out, in], and whether there is a bias
             "self_attn.qkv_proj": ((sum(fused["self_attn.qkv_proj"]), width), False),
@@ -97,17 +100,26 @@ def decoder_shapes(
             "self_attn.k_proj": ((kv_heads, width), config.has_qkv_bias),
             "self_attn.v_proj": ((kv_heads, width), config.has_qkv_bias),
             "self_attn.o_proj": ((width, heads), config.attention_bias),
-            "mlp.gate_proj": ((hidden, width), config.mlp_bias),
-            "mlp.up_proj": ((hidden, width), config.mlp_bias),
-            "mlp.down_proj": ((width, hidden), config.mlp_bias),
         }
-    layers = {f"{name}.weight": shape for name, (shape, _) in linear.items()}
+        if experts is None:
+            linear |= {
+                "mlp.gate_proj": ((hidden, width), config.mlp_bias),
+                "mlp.up_proj": ((hidden, width), config.mlp_bias),
+                "mlp.down_proj": ((width, hidden), config.mlp_bias),
+            }
+        else:
+            count, hidden = config.num_experts, getattr(config, experts.size_key)
+            shapes = (count, hidden, width), (count, hidden, width), (count, width, hidden)
+            linear |= {n: (shape, False) for n, shape in zip(experts.matrices, shapes, strict=True)}
+    layers: dict[str, Any] = {f"{name}.weight": shape for name, (shape, _) in linear.items()}
     layers |= {f"{name}.bias": shape[:1] for name, (shape, has_bias) in linear.items() if has_bias}
     layers |= {f"{name}.weight": (width,) for name in family.norms if name is not None}
     if family.qk_norm is not None:
         is_all = family.qk_norm == "all"
         layers["self_attn.q_norm.weight"] = (heads if is_all else config.head_dim,)
         layers["self_attn.k_norm.weight"] = (kv_heads if is_all else config.head_dim,)
+    if experts is not None:
+        layers[experts.router] = (config.num_experts, width)
     others = {
         "model.embed_tokens.weight": (config.vocab_size, width),
         "model.norm.weight": (width,),
@@ -192,13 +204,16 @@ def decoder_functions(
         init, step = offload_train_step(*decoder_functions(config), tx, weighted_loss=True)
 
     * ``embed(others, batch, key) -> x`` returns a dict: "hidden" `[N, T, hidden_size]`, and the
-      batch's positions and segment ids, with a `LongRopeScaling` also the lengths of the segments.
+      batch's positions and segment ids, with a `LongRopeScaling` also the lengths of the segments,
+      and with experts "routing" `[N, 3, E]`, see `router_loss`.
     * ``layer(params, x, key) -> x`` takes the parameters of one layer. With the arrays of a LoRA
       adapter among them, named as by `effjax.convert.load_adapter`, a linear layer computes
       ``W x + lora_scale * B (A dropout(x))``. Without a key, nothing is dropped. With one, a
       dropout of config.json, such as `attention_dropout`, is refused.
     * ``head(others, x, batch, key) -> (loss_sum, weight)`` returns the sum of the cross entropy of
-      tokens, times their weights, and the sum of the weights.
+      tokens, times their weights, and the sum of the weights. With experts, the first sum has
+      ``router_aux_loss_coef * router_loss * weight`` more, with the router's loss of this
+      microbatch.
 
     A batch is a dict of arrays `[N, T]`:
 
@@ -211,14 +226,16 @@ def decoder_functions(
     * "positions", optional: integers, by default ``arange(T)``. Those of packed sequences begin at
       0 in each document. With a `LongRopeScaling`, the largest of a segment decides its factors;
     * "segment_ids", optional: integers, by default all equal. Tokens attend to tokens of the same
-      id only.
+      id only;
+    * "mask", optional: numbers or booleans, nonzero for the tokens that count in the router's loss.
+      Leave out padding there. By default all count.
 
     Args:
         config: the configuration.
         dtype: of the computation. If None, that of `config`.
         attention: the implementation of `effjax.dot_product_attention`.
         mlp_chunk_size: number of positions that the MLP processes at a time; the backward pass
-            recomputes each chunk. None means all of them.
+            recomputes each chunk. None means all of them. Experts process blocks of tokens anyway.
         lora_scale: the factor of the adapter, if there is one.
         lora_dropout: the share of the numbers of x that are 0 in the input of A, in [0, 1). The
             others are divided by ``1 - lora_dropout``. Each linear layer drops other numbers, which
@@ -226,7 +243,8 @@ def decoder_functions(
 
     Raises:
         TypeError: for a number of another type.
-        ValueError: for an unknown dtype or implementation, or a number out of range.
+        ValueError: for an unknown dtype or implementation, a number out of range, or a
+            `mlp_chunk_size` with experts.
     """
     check_config(config)
     dtype = as_dtype("dtype", config.dtype if dtype is None else dtype)
@@ -237,6 +255,11 @@ def decoder_functions(
     )
     if mlp_chunk_size is not None:
         mlp_chunk_size = as_integer("mlp_chunk_size", mlp_chunk_size, 1)
+        if FAMILIES[config.model_type].experts is not None:
+            raise ValueError(
+                f"`mlp_chunk_size` (={mlp_chunk_size}) must be None for {config.model_type}, whose "
+                "experts process blocks of tokens."
+            )
     return DecoderFunctions(
         functools.partial(_embed, config, dtype),
         functools.partial(
@@ -283,6 +306,11 @@ def _embed(
     if config.layers_differ:
         # The number of the layer, for each row, because all arrays of x are split into rows.
         x["layer"] = jnp.zeros_like(tokens[:, 0], jnp.int32)
+    if config.num_experts is not None:
+        if batch.get("mask") is not None:
+            x["mask"] = batch["mask"]
+        zeros = jnp.zeros_like(tokens[:, 0], at_least_float32(hidden).dtype)[:, None, None]
+        x["routing"] = zeros + jnp.zeros((3, config.num_experts), zeros.dtype)
     return x
 
 
@@ -347,7 +375,10 @@ def apply_layer(
         return hidden + _scaled(y, config.residual_multiplier)
 
     length, size = hidden.shape[1], mlp_chunk_size
-    if size is not None and size < length:
+    if config.num_experts is not None:
+        y, x = _apply_experts(config, lora, params, hidden, x, key)
+        hidden = hidden + _scaled(y, config.residual_multiplier)
+    elif size is not None and size < length:
         # XLA cannot merge the recomputation with the forward pass, which is another loop.
         hidden = _map_chunks(jax.checkpoint(mlp, prevent_cse=False), hidden, size)
     else:
@@ -439,6 +470,102 @@ def _apply_mlp(
     return _norm(config, params, family.norms.after_mlp, y)
 
 
+class _ExpertMatrices(NamedTuple):
+    """The matrices of an expert, as a function of its parameters for `mix_experts`."""
+
+    config: DecoderConfig
+    lora: Lora
+
+    def __call__(self, params: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
+        experts = FAMILIES[self.config.model_type].experts
+        assert experts is not None
+        width, hidden = self.config.hidden_size, getattr(self.config, experts.size_key)
+        sizes = zip(experts.matrices, (width, width, hidden), strict=True)
+        gate, up, down = (self._matrix(params, name, size) for name, size in sizes)
+        return gate, up, down
+
+    def _matrix(self, params: Params, name: str, size: int) -> jax.Array:
+        codes, a = params.get(f"{name}.weight{CODES}"), params.get(f"{name}.lora_A.weight")
+        if codes is None:
+            weight = params[f"{name}.weight"]
+        else:
+            scales = lax.stop_gradient(params[f"{name}.weight{SCALES}"])
+            weight = dequantize(Quantized(codes, scales), size, at_least_float32(scales).dtype)
+        if a is None:
+            return weight
+        return weight + self.lora.scale * (params[f"{name}.lora_B.weight"] @ a)
+
+
+def _apply_experts(
+    config: DecoderConfig, lora: Lora, params: Params, hidden: jax.Array, x: Params, key: Any
+) -> tuple[jax.Array, Params]:
+    """Return what the experts add [N, T, D], and the input of the layer with its new `routing`."""
+    family, count = FAMILIES[config.model_type], config.num_experts
+    experts = family.experts
+    assert experts is not None and count is not None and config.num_experts_per_tok is not None
+    stacks = {name: a for name, a in params.items() if ".experts." in name}
+    if lora.dropout and key is not None and any(".lora_A." in name for name in stacks):
+        raise ValueError(
+            f"`lora_dropout` (={lora.dropout}) must be 0 for adapters of experts, whose products "
+            "are added to the matrices."
+        )
+    y = _norm(config, params, family.norms.before_mlp, hidden)
+    wide = at_least_float32(y)
+    router = params[experts.router].astype(wide.dtype)
+    logits = jnp.einsum("ntd,ed->nte", wide, router, precision=lax.Precision.HIGHEST)
+    probabilities = jax.nn.softmax(logits, -1)
+    weights, choices = lax.top_k(probabilities, config.num_experts_per_tok)
+    if experts.is_normalized or config.norm_topk_prob:
+        weights /= weights.sum(-1, keepdims=True)
+    if "routing" in x:
+        is_chosen = (choices[..., None] == jnp.arange(count)).any(2)
+        x = {**x, "routing": _add_choices(x, is_chosen, probabilities)}
+
+    def flatten(a: jax.Array) -> jax.Array:
+        n, t, size = a.shape
+        return reshape(a, (n * t, size), (explicit_spec(a)[0], None))
+
+    mixed = mix_experts(
+        flatten(y), flatten(choices), flatten(weights), stacks, _ExpertMatrices(config, lora),
+        activation=family.activation, transposed=True,
+    )  # fmt: skip
+    mixed = reshape(mixed, y.shape, explicit_spec(y))
+    return _norm(config, params, family.norms.after_mlp, mixed), x
+
+
+def _add_choices(x: Params, is_chosen: jax.Array, probabilities: jax.Array) -> jax.Array:
+    """Return `routing` with the choices of a layer [N, T, E], see `router_loss`."""
+    routing = x["routing"]
+    mask = jnp.ones_like(probabilities[..., :1])
+    if "mask" in x:
+        mask = (x["mask"] != 0).astype(routing.dtype)[..., None]
+    choices = jnp.sum(is_chosen * mask, 1)
+    shares = jnp.sum(choices, 0) / jnp.maximum(jnp.sum(mask), 1)
+    busiest = jnp.maximum(routing[:, 2], shares)
+    sums = routing[:, 0] + choices, routing[:, 1] + jnp.sum(probabilities * mask, 1), busiest
+    return jnp.stack(sums, 1)
+
+
+def router_loss(config: DecoderConfig, x: Params) -> tuple[jax.Array, jax.Array]:
+    """Return the loss of the router, and the share of a layer's tokens of the busiest expert.
+
+    The loss is that of transformers: E times the sum over experts of f * P, where f is the share of
+    tokens that choose the expert, and P its mean probability, over all layers. It is at least the
+    number of experts of a token, which it is if all experts get equally many tokens.
+
+    Args:
+        config: the configuration, of a model with experts.
+        x: the last layer's output. "routing" `[N, 3, E]` has, for each row, the number of choices
+            of each expert, the sum of its probabilities, and its largest share of the tokens in a
+            layer. It is summed by row, so that it is split into microbatches as the other arrays.
+    """
+    assert config.num_experts is not None and config.num_experts_per_tok is not None
+    choices, probabilities = jnp.sum(x["routing"][:, :2], 0)
+    count = jnp.maximum(jnp.sum(choices) / config.num_experts_per_tok, 1)  # of tokens and layers
+    loss = config.num_experts * jnp.sum(choices / count * (probabilities / count))
+    return loss, lax.stop_gradient(jnp.max(x["routing"][:, 2]))
+
+
 def _split_linear(
     config: DecoderConfig, linear: Linear, name: str, x: jax.Array
 ) -> list[jax.Array]:
@@ -524,10 +651,14 @@ def _apply_head(
     labels, weights = batch["labels"], batch.get("weights")
     if weights is None:
         losses = token_losses(config, others, x["hidden"], labels)
-        return losses.sum(), jnp.asarray(labels.size, losses.dtype)
-    losses = token_losses(config, others, x["hidden"], labels, weights != 0)
-    weights = weights.astype(losses.dtype)
-    return (losses * weights).sum(), weights.sum()
+        loss, weight = losses.sum(), jnp.asarray(labels.size, losses.dtype)
+    else:
+        losses = token_losses(config, others, x["hidden"], labels, weights != 0)
+        weights = weights.astype(losses.dtype)
+        loss, weight = (losses * weights).sum(), weights.sum()
+    if config.router_aux_loss_coef:
+        loss += config.router_aux_loss_coef * weight * router_loss(config, x)[0]
+    return loss, weight
 
 
 def token_losses(

@@ -31,6 +31,36 @@ class Norms(NamedTuple):
     after_mlp: str | None = None
 
 
+class Experts(NamedTuple):
+    """Names of a mixture of experts in the files, and how its router weighs them.
+
+    Attributes:
+        module: The module of the experts and of their router, `gate`.
+        gate, up, down: The linear layers of an expert.
+        size_key, count_key: The keys in config.json of their hidden channels and of their number.
+        is_normalized: Whether the weights of the chosen experts always sum to 1.
+    """
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    size_key: str = "intermediate_size"
+    count_key: str = "num_experts"
+    is_normalized: bool = False
+
+    @property
+    def matrices(self) -> tuple[str, str, str]:
+        """The names of the stacks of matrices of all experts, without `.weight`."""
+        gate, up, down = (f"{self.module}.experts.{a}" for a in (self.gate, self.up, self.down))
+        return gate, up, down
+
+    @property
+    def router(self) -> str:
+        """The name of the matrix of the router."""
+        return f"{self.module}.gate.weight"
+
+
 class Family(NamedTuple):
     """A family of decoders, as its differences from Llama.
 
@@ -46,6 +76,7 @@ class Family(NamedTuple):
         activation: That of the gate.
         activation_key: Its key in config.json.
         scales_embedding: Whether embeddings are multiplied by the root of the width.
+        experts: The experts of its MLPs; None for a dense MLP.
     """
 
     architecture: str
@@ -59,6 +90,7 @@ class Family(NamedTuple):
     activation: str = "silu"
     activation_key: str = "hidden_act"
     scales_embedding: bool = False
+    experts: Experts | None = None
 
 
 BIASES = "attention_bias", "mlp_bias"
@@ -69,10 +101,11 @@ SOFT_CAPS = "attn_logit_softcapping", "final_logit_softcapping"
 GEMMA_OPTIONS = (
     "attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", *SOFT_CAPS,
 )  # fmt: skip
+EXPERT_OPTIONS = "num_experts", "num_experts_per_tok", "router_aux_loss_coef"
 # Keys of config.json that some families have. The others must have the default of the field.
 OPTIONS = (
     *BIASES, *GRANITE_FACTORS, *GEMMA_OPTIONS, "no_rope_layers", "partial_rotary_factor",
-    "rope_local_base_freq",
+    "rope_local_base_freq", *EXPERT_OPTIONS, "moe_intermediate_size", "norm_topk_prob",
 )  # fmt: skip
 # Of these, null in config.json is a value.
 NULLABLE = ("sliding_window", *SOFT_CAPS)
@@ -125,10 +158,38 @@ FAMILIES = {
         GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         qk_norm="head", **GEMMA,
     ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        ("attention_bias", *EXPERT_OPTIONS, "moe_intermediate_size", "norm_topk_prob"),
+        {
+            "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768, "router_aux_loss_coef": 0.001,
+        },
+        qk_norm="head", experts=Experts(size_key="moe_intermediate_size"),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM", ("sliding_window", *EXPERT_OPTIONS),
+        {
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_experts": 8,
+            "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001,
+        },
+        experts=Experts(
+            "block_sparse_moe", "w1", "w3", "w2", count_key="num_local_experts", is_normalized=True
+        ),
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM", ("attention_bias", *EXPERT_OPTIONS, "norm_topk_prob"),
+        {
+            "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
+            "router_aux_loss_coef": 0.01,
+        },
+        qk_norm="all", experts=Experts(),
+    ),
 }  # fmt: skip
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-# Probabilities of config.json. Generation and evaluation drop nothing.
-DROPOUTS = "attention_dropout", "resid_pdrop", "embd_pdrop"
+EXPERT_SIZES = "num_experts", "num_local_experts", "moe_intermediate_size"
+# Sizes of random changes in training, of config.json. Generation and evaluation change nothing.
+DROPOUTS = "attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +283,7 @@ class DecoderConfig:
 
     Attributes:
         model_type: the family: "llama", "mistral", "qwen2", "qwen3", "granite", "smollm3", "olmo2",
-            "phi3", "gemma2" or "gemma3_text".
+            "phi3", "gemma2", "gemma3_text", "qwen3_moe", "mixtral" or "olmoe".
         vocab_size, hidden_size, intermediate_size, num_hidden_layers: sizes.
         num_attention_heads: heads of queries; `num_key_value_heads` divides it.
         num_key_value_heads: heads of keys and values.
@@ -230,8 +291,8 @@ class DecoderConfig:
         rms_norm_eps: the epsilon of all norms.
         rope_theta: base of the rotary frequencies.
         rope_scaling: their scaling. None means none.
-        sliding_window: of mistral, phi3 and gemma: number of positions that a token attends to, its
-            own included. None means all earlier ones and itself.
+        sliding_window: of mistral, phi3, gemma and mixtral: number of positions that a token
+            attends to, its own included. None means all earlier ones and itself.
         layer_types: of gemma: "sliding_attention" or "full_attention" for each layer. None means
             windows in all layers, if there is a `sliding_window`.
         no_rope_layers: of smollm3: for each layer 1, or 0 if nothing is rotated in it. None means
@@ -240,8 +301,9 @@ class DecoderConfig:
             first ones.
         rope_local_base_freq: of gemma3_text: base of the rotary frequencies in layers with a
             window, where they are not scaled. None means `rope_theta`.
-        attention_bias: of llama, qwen3, granite, smollm3, olmo2 and gemma: whether the linear
-            layers of attention have biases. Queries, keys and values of qwen2 always have them.
+        attention_bias: of llama, qwen3, granite, smollm3, olmo2, gemma, qwen3_moe and olmoe:
+            whether the linear layers of attention have biases. Queries, keys and values of qwen2
+            always have them.
         mlp_bias: of llama, granite and smollm3: whether the linear layers of the MLP have biases.
         query_pre_attn_scalar: of gemma: the scores are divided by its root. None means `head_dim`.
         attn_logit_softcapping, final_logit_softcapping: of gemma: bounds c of the scores and of the
@@ -250,6 +312,14 @@ class DecoderConfig:
             results of attention and MLP.
         attention_multiplier: of granite: factor of the scores. None means 1 / sqrt(head_dim).
         logits_scaling: of granite: divisor of the logits.
+        num_experts, num_experts_per_tok: of qwen3_moe, mixtral and olmoe: the experts of a layer,
+            and those that compute for a token, which the router chooses.
+        router_aux_loss_coef: of qwen3_moe, mixtral and olmoe: factor of the router's loss, which
+            is added to the loss in training. It is least if all experts get equally many tokens.
+        moe_intermediate_size: of qwen3_moe: hidden channels of an expert. Those of mixtral and
+            olmoe have `intermediate_size`.
+        norm_topk_prob: of qwen3_moe and olmoe: whether the weights of the experts of a token are
+            divided by their sum. Those of mixtral always are.
         tie_word_embeddings: whether the embedding is also the head.
         dtype: of the parameters.
         other_settings: the other keys of config.json, as JSON text. They do not change the network.
@@ -287,6 +357,11 @@ class DecoderConfig:
     attention_multiplier: float | None = None
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    router_aux_loss_coef: float | None = None
+    moe_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
     tie_word_embeddings: bool = False
     dtype: str = "float32"
     other_settings: str = dataclasses.field(default="{}", repr=False)
@@ -339,6 +414,8 @@ class DecoderConfig:
                 self._set(name, (by_layer[name],) * self.num_hidden_layers)
         self._check_layers("layer_types", (SLIDING, FULL))
         self._check_layers("no_rope_layers", (0, 1))
+        if family.experts is not None:
+            self._check_experts(family.experts)
         if SLIDING in (self.layer_types or ()) and self.sliding_window is None:
             raise ValueError(f"`layer_types` has {SLIDING!r}, which needs a `sliding_window`.")
         for field in dataclasses.fields(self):
@@ -348,6 +425,16 @@ class DecoderConfig:
                 raise ValueError(
                     f"`{field.name}` (={value}) is not supported by {self.model_type}."
                 )
+
+    def _check_experts(self, experts: Experts) -> None:
+        for name in (*EXPERT_OPTIONS, experts.size_key):
+            if getattr(self, name) is None:
+                raise ValueError(f"`{name}` (=None) must be a number for {self.model_type}.")
+        count, chosen = self.num_experts, self.num_experts_per_tok
+        if count is not None and chosen is not None and chosen > count:
+            raise ValueError(
+                f"`num_experts_per_tok` (={chosen}) must be at most `num_experts` (={count})."
+            )
 
     def _check_rotary(self) -> None:
         width = self.rotary_dim
@@ -409,6 +496,8 @@ class DecoderConfig:
         settings = json.loads(fields.pop("other_settings"))
         for name in set(OPTIONS) - {*family.options}:
             del fields[name]
+        if family.experts is not None:
+            fields[family.experts.count_key] = fields.pop("num_experts")
         if (scaling := self.rope_scaling) is not None:
             kind = next(kind for kind, form in _SCALINGS.items() if isinstance(scaling, form))
             fields["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
@@ -525,11 +614,14 @@ def _check_fields(config: Any) -> None:
 
 
 def _as_count(name: str, value: Any) -> int:
-    limit = MAX_SIZE if name in (*SIZES, "num_key_value_heads", "head_dim") else MAX_COUNT
+    sizes = *SIZES, "num_key_value_heads", "head_dim", *EXPERT_SIZES
+    limit = MAX_SIZE if name in sizes else MAX_COUNT
     return as_integer(name, value, 1, limit)
 
 
 def _as_positive(name: str, value: Any) -> float:
+    if name == "router_aux_loss_coef":
+        return as_number(name, value, lambda a: 0 <= a <= MAX_NUMBER, "at least 0")
     expected = f"between {1 / MAX_NUMBER:g} and {MAX_NUMBER:g}"
     return as_number(name, value, lambda a: 1 / MAX_NUMBER <= a <= MAX_NUMBER, expected)
 
@@ -543,6 +635,10 @@ def _parse(settings: dict[str, Any]) -> DecoderConfig:
     """Return the configuration of the content of a config.json; empties `settings` of its keys."""
     model_type = settings.pop("model_type", None)
     family = _family(model_type)
+    if family.experts is not None:  # transformers 4 and 5 write different ones, and read both
+        for key in ("num_experts", "num_local_experts"):
+            if (count := settings.pop(key, None)) is not None:
+                settings["num_experts"] = _as_count(key, count)
     _refuse_unsupported(model_type, settings)
     fields: dict[str, Any] = {"model_type": model_type}
     for name in SIZES:
@@ -700,6 +796,8 @@ def _refuse_unsupported(model_type: str, settings: dict[str, Any]) -> None:
     }
     if model_type.startswith("qwen") or model_type == "smollm3":
         supported["use_sliding_window"] = False
+    if family.experts is not None:
+        supported |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "clip_qkv": None}
     for name, value in supported.items():
         if settings.get(name) not in (None, value):
             raise ValueError(

@@ -320,6 +320,7 @@ def _run_layers(
     """
     embed = decoder_functions(config, dtype=options.dtype).embed
     x = embed(others, {"tokens": tokens, "positions": positions})
+    x.pop("routing", None)  # for the loss only
     if lengths is not None and "lengths" in x:
         x["lengths"] = jnp.broadcast_to(lengths[:, None], tokens.shape)
     # The caches are carried from layer to layer, so that each layer updates them in place.

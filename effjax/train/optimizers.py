@@ -94,9 +94,9 @@ def make_optimizer(
     the others, so that layers can be updated one at a time.
 
     Muon orthogonalizes the momentum of each matrix of a linear layer of the decoder's layers, and
-    multiplies it by 0.2 · sqrt(larger side), so that it is as large as AdamW's and has its learning
-    rates. The products have operands in bfloat16 and sums in float32. Embedding, head, norms and
-    biases have AdamW.
+    of each expert by itself, and multiplies it by 0.2 · sqrt(larger side), so that it is as large
+    as AdamW's and has its learning rates. The products have operands in bfloat16 and sums in
+    float32. Embedding, head, norms, biases and the routers of experts have AdamW.
 
     Args:
         name: AdamW with moments in 32 or in 8 bits, or Muon with a momentum in 32 bits.
@@ -130,9 +130,11 @@ def make_optimizer(
     else:
         optimizer = optax.adamw(schedule, **options)
     if name == "muon":
-        # optax sends arrays of three axes, such as stacks of layers, to Adam. The offloaded update
-        # passes one layer at a time, whose matrices have two.
-        muon = optax.contrib.muon(schedule, weight_decay=weight_decay, consistent_rms=0.2)
+        # The last two axes are those of a matrix; before them is that of experts.
+        muon = optax.contrib.muon(
+            schedule, weight_decay=weight_decay, consistent_rms=0.2,
+            muon_weight_dimension_numbers=_matrix_axes,
+        )  # fmt: skip
         muon = split_matrices(muon, {f"{name}.weight": rows for name, rows in fused.items()}, -2)
         # Muon is published with products in bfloat16.
         muon = with_matmul_precision(muon, "BF16_BF16_F32")
@@ -149,7 +151,16 @@ def is_adamw(path: Any, leaf: Any) -> bool:
 
     AdamW treats rows separately, as `update_rows` of `effjax.offload_train_step` requires.
     """
-    return not path[-1].key.endswith("_proj.weight")
+    return not is_linear(path[-1].key)
+
+
+def is_linear(name: str) -> bool:
+    """Return True for the weight of a linear layer of attention, an MLP or an expert."""
+    return name.endswith("_proj.weight") or ".experts." in name
+
+
+def _matrix_axes(params: Any) -> Any:
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), params)
 
 
 def _is_matrix(name: str) -> bool:

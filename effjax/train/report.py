@@ -26,6 +26,8 @@ FORMATS = {
     "margin": (".3f", ".2f"),
     "rewards/chosen": (".3f", ".2f"),
     "rewards/rejected": (".3f", ".2f"),
+    "router_loss": (".3f", ".2f"),
+    "busiest_expert": (".1%", ".0%"),
 }
 PATIENCE = 60.0  # seconds without a line
 

@@ -7,6 +7,8 @@ are recorded, float32.
 
 import copy
 import dataclasses
+import math
+import re
 import sys
 
 import jax
@@ -33,6 +35,7 @@ YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=
 GEMMA = dict(
     tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh", **SPECIAL,
 )  # fmt: skip
+EXPERTS = dict(num_experts_per_tok=2, router_aux_loss_coef=0.1)
 CONFIGS = {
     "llama2": dict(model_type="llama", **SIZES),
     "llama3": dict(
@@ -76,6 +79,15 @@ CONFIGS = {
         layer_types=["full_attention", "sliding_attention"], rope_theta=500.0,
         rope_local_base_freq=100.0, rope_scaling={"rope_type": "linear", "factor": 8.0}, **GEMMA,
     ),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe", **SIZES, **GROUPED, num_experts=6, moe_intermediate_size=12,
+        norm_topk_prob=True, **EXPERTS,
+    ),
+    "mixtral": dict(
+        model_type="mixtral", **SIZES, num_key_value_heads=2, num_local_experts=6,
+        sliding_window=5, **EXPERTS,
+    ),
+    "olmoe": dict(model_type="olmoe", **SIZES, num_experts=6, **EXPERTS, **SPECIAL),
 }  # fmt: skip
 # What JSON may have for a number that must be positive, and finite in float32.
 WRONG_NUMBERS = 1e300, float("nan"), -1, 10**40, 10**400, "x", True, []
@@ -87,15 +99,40 @@ def config_of(name, **changes):
     return dataclasses.replace(DecoderConfig.from_json(CONFIGS[name]), **changes)
 
 
+def tensor_names(config, leaf):
+    """Return the names in a checkpoint of a stack of layers [L], or of their experts [L, E]."""
+    names = [f"model.layers.{i}.{leaf}" for i in range(config.num_hidden_layers)]
+    if ".experts." not in leaf:
+        return np.array(names)
+    count = range(config.num_experts)
+    return np.array([[n.replace(".experts.", f".experts.{e}.") for e in count] for n in names])
+
+
 def checkpoint_shapes(config):
     """Return the shape of each tensor of a checkpoint."""
     layers, others = decoder_shapes(config)
-    by_layer = {
-        f"model.layers.{i}.{name}": a.shape[1:]
-        for i in range(config.num_hidden_layers)
-        for name, a in layers.items()
-    }
+    by_layer = {}
+    for leaf, a in layers.items():
+        names = tensor_names(config, leaf)
+        by_layer |= dict.fromkeys(names.flat, a.shape[names.ndim :])
     return by_layer | {name: a.shape for name, a in others.items()}
+
+
+def of_transformers(tensors, name):
+    """Return the part of transformers' tensors that a tensor of a checkpoint is."""
+    pattern = r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.([0-9]+)\.(.+)\.weight"
+    if (found := re.fullmatch(pattern, name)) is None:
+        return tensors[name.replace("block_sparse_moe", "mlp")]
+    stacks, expert = f"{found[1]}.mlp.experts.", int(found[2])
+    if found[3] in ("down_proj", "w2"):
+        return tensors[f"{stacks}down_proj"][expert]
+    return tensors[f"{stacks}gate_up_proj"][expert].chunk(2)[found[3] in ("up_proj", "w3")]
+
+
+def check_shapes(parameters, shapes):
+    """Check that the parameters of transformers are the tensors of a checkpoint, and no more."""
+    assert {name: of_transformers(parameters, name).shape for name in shapes} == shapes
+    assert sum(p.numel() for p in parameters.values()) == sum(map(math.prod, shapes.values()))
 
 
 def checkpoint(config):
@@ -114,10 +151,8 @@ def stack(tensors, config):
     """Return ``(layers, others)`` of a decoder from the tensors of a checkpoint."""
     layers, others = decoder_shapes(config)
     stacked = {
-        name: np.stack(
-            [tensors[f"model.layers.{i}.{name}"] for i in range(config.num_hidden_layers)]
-        )
-        for name in layers
+        leaf: np.stack([tensors[name] for name in tensor_names(config, leaf).flat]).reshape(a.shape)
+        for leaf, a in layers.items()
     }
     return stacked, {name: tensors[name] for name in others}
 
@@ -175,10 +210,10 @@ def make_transformers(settings):
     model = transformers.AutoModelForCausalLM.from_config(configuration).float()
     weights = checkpoint(DecoderConfig.from_json(configuration.to_dict()))
     parameters = dict(model.named_parameters())
-    assert {n: p.shape for n, p in parameters.items()} == {n: a.shape for n, a in weights.items()}
+    check_shapes(parameters, {name: a.shape for name, a in weights.items()})
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(torch.from_numpy(weights[name]))
+        for name, array in weights.items():
+            of_transformers(parameters, name).copy_(torch.from_numpy(array))
     return model
 
 
@@ -187,11 +222,19 @@ def run_transformers(settings):
     import torch
 
     model = make_transformers(settings)
-    parameters = dict(model.named_parameters())
-    logits = model(input_ids=torch.from_numpy(INPUTS)).logits
-    labels = torch.from_numpy(LABELS.copy())
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    results = {f"gradients/{name}": p.grad.numpy() for name, p in parameters.items()}
+    config = DecoderConfig.from_json(model.config.to_dict())
+    options = {} if config.num_experts is None else {"output_router_logits": True}
+    result = model(input_ids=torch.from_numpy(INPUTS), **options)
+    logits, labels = result.logits, torch.from_numpy(LABELS.copy())
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    if options:
+        loss += config.router_aux_loss_coef * result.aux_loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    results = {
+        f"gradients/{name}": of_transformers(gradients, name).numpy()
+        for name in checkpoint_shapes(config)
+    }
     return {"logits": logits.detach().numpy(), **results}, model.config
 
 

@@ -18,6 +18,8 @@ LAYERS = {
     "self_attn.q_proj.lora_B.weight": random_bits((3, 16, 2), "bfloat16", 1),
     "mlp.up_proj.lora_A.weight": random_bits((3, 2, 8), "float32", 2),
     "mlp.up_proj.lora_B.weight": random_bits((3, 24, 2), "float32", 3),
+    "mlp.experts.down_proj.lora_A.weight": random_bits((3, 4, 2, 8), "float32", 4),
+    "mlp.experts.down_proj.lora_B.weight": random_bits((3, 4, 6, 2), "float32", 5),
 }
 
 
@@ -56,11 +58,13 @@ def test_metadata(saved, tmp_path):
 
 def test_layout(saved):
     names = convert.load_weights(saved / "adapter_model.safetensors").keys()
+    leaves = {leaf for leaf in LAYERS if ".experts." not in leaf}
+    leaves |= {f"mlp.experts.{e}.down_proj.lora_{x}.weight" for e in range(4) for x in "AB"}
     assert names == {
-        f"base_model.model.model.layers.{i}.{leaf}" for leaf in LAYERS for i in range(3)
+        f"base_model.model.model.layers.{i}.{leaf}" for leaf in leaves for i in range(3)
     }
     config = json.loads((saved / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["mlp.up_proj", "self_attn.q_proj"]
+    assert config["target_modules"] == ["down_proj", "mlp.up_proj", "self_attn.q_proj"]
     assert (config["r"], config["lora_alpha"]) == (2, 3)
     assert config["base_model_name_or_path"] == "base"
     change_config(saved, lora_alpha=5)

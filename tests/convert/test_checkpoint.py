@@ -21,6 +21,7 @@ LAYERS = {
     "self_attn.q_proj.weight": ((3, 16, 24), "bfloat16"),
     "self_attn.q_proj.bias": ((3, 16), "float32"),
     "mlp.up_proj.weight": ((3, 7, 5), "float16"),
+    "mlp.experts.down_proj.weight": ((3, 8, 5, 3), "bfloat16"),
     "quantized": ((3, 8, 8), "int8"),
     "eight": ((3, 8, 3), "float8_e4m3fn"),
     "scale": ((3,), "float32"),
@@ -64,6 +65,20 @@ def assert_same_bits(got, want):
     for name, a in want.items():
         assert (got[name].shape, got[name].dtype) == (a.shape, a.dtype), name
         assert np.asarray(got[name]).tobytes() == np.asarray(a).tobytes(), name
+
+
+def tensors_of(layers):
+    """Return the tensors of three layers by their names in a checkpoint."""
+    tensors = {}
+    for leaf, a in layers.items():
+        for i in range(3):
+            parts = (
+                {f"{e}.": a[i, e] for e in range(a.shape[1])} if "experts" in leaf else {"": a[i]}
+            )
+            for expert, part in parts.items():
+                name = leaf.replace("experts.", f"experts.{expert}")
+                tensors[f"model.layers.{i}.{name}"] = part
+    return tensors
 
 
 def on_one_device(kind):
@@ -149,8 +164,7 @@ def test_layout(saved):
     files = set(index["weight_map"].values())
     assert files == {p.name for p in folder.glob("*.safetensors")} and len(files) > 2
     assert "model-00001-of-00007.safetensors" in files
-    want = {f"model.layers.{i}.{leaf}": a[i] for leaf, a in layers.items() for i in range(3)}
-    want |= others
+    want = tensors_of(layers) | others
     assert index["weight_map"].keys() == want.keys()
     assert index["metadata"] == {"total_size": sum(a.nbytes for a in want.values())}
     for name, file in index["weight_map"].items():
@@ -403,11 +417,19 @@ def test_load_weights_of_shards(tmp_path):
     layers, others = arrays_of(LAYERS), arrays_of(OTHERS)
     del layers["eight"]  # not a dtype of NumPy or of PyTorch's tensors
     convert.save_checkpoint(tmp_path / "a", layers, others, {}, max_shard_bytes=500)
-    want = {f"model.layers.{i}.{leaf}": a[i] for leaf, a in layers.items() for i in range(3)}
+    want = tensors_of(layers)
     assert_same_bits(
         convert.load_weights(tmp_path / "a" / "model.safetensors.index.json"),
         {name: np.asarray(a) for name, a in (want | others).items()},
     )
+
+
+def test_missing_experts_are_one_entry(saved):
+    folder, layers, others = saved
+    shapes, name = shapes_of(layers), "mlp.experts.down_proj.weight"
+    shapes[name] = jax.ShapeDtypeStruct((3, 10, 5, 3), "bfloat16")
+    with pytest.raises(ValueError, match=r"missing: model.layers.{0-2}.mlp.experts.\*.down_proj"):
+        convert.load_checkpoint(folder, shapes, shapes_of(others))
 
 
 def fail(*_):

@@ -1,5 +1,7 @@
 """Exports of fine-tuning runs in transformers and PEFT."""
 
+import datetime
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,14 +12,20 @@ pytest.importorskip("tokenizers")
 
 from effjax.ops.quantize import FORMATS, dequantize, quantize  # noqa: E402
 from effjax.train.loop import fit  # noqa: E402
+from effjax.train.text.merge import merge  # noqa: E402
+from effjax.train.text.model import find_model  # noqa: E402
 from effjax.train.text.packing import eval_batches  # noqa: E402
 from tests.train.small import new_run  # noqa: E402
 from tests.train.text.small import finetune_task, write_base  # noqa: E402
 
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
+
 
 def finetune(folder, family="llama", tied=False, **options):
     """Return the task, the folder of the result, and its loss on the validation rows."""
-    base = write_base(folder / "base", family, **({"tie_word_embeddings": True} if tied else {}))
+    model = EXPERTS if family in ("qwen3_moe", "mixtral", "olmoe") else {}
+    model |= {"tie_word_embeddings": True} if tied else {}
+    base = write_base(folder / "base", family, **model)
     task = finetune_task(base, packing=False, **options)
     run = new_run(folder / "run", task)
     result = fit(task, run)
@@ -43,8 +51,9 @@ def mean_loss(model, task):
         ("llama", dict(steps=4), 1e-5),
         ("qwen3", dict(steps=4, tied=True), 1e-5),
         ("llama", dict(steps=2, param_dtype="bfloat16"), 1e-3),
+        ("mixtral", dict(steps=4, optimizer="muon"), 1e-5),
     ],
-    ids=["llama", "qwen3, tied", "bfloat16"],
+    ids=["llama", "qwen3, tied", "bfloat16", "mixtral"],
 )
 def test_model(tmp_path, family, options, tolerance):
     task, folder, loss = finetune(tmp_path, family, **options)
@@ -92,3 +101,19 @@ def test_adapter(tmp_path, form):
     after = mean_loss(adapted, task)
     assert after == pytest.approx(loss, rel=1e-5)
     assert form is None or 4 * abs(after - loss) < abs(before - loss)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapter_of_experts(tmp_path, family):
+    """A merged model has the same loss in transformers, and so has the adapter in PEFT."""
+    peft = pytest.importorskip("peft", reason="requires PEFT")
+    task, folder, loss = finetune(tmp_path, family, steps=4, lora=2, report_every=4)
+    merge(find_model(tmp_path / "run", None, datetime.date.today()), tmp_path / "merged")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    assert mean_loss(load(tmp_path / "merged").eval(), task) == pytest.approx(loss, rel=1e-5)
+    base = load(tmp_path / "base").eval()
+    assert not np.isclose(mean_loss(base, task), loss, rtol=1e-3)
+    adapted = peft.PeftModel.from_pretrained(base, folder).eval()
+    assert mean_loss(adapted, task) == pytest.approx(loss, rel=1e-5)

@@ -517,6 +517,17 @@ def test_forms_of_the_dtype(settings, want):
     assert dataclasses.replace(config, dtype=jnp.dtype(want)) == config
 
 
+def test_experts_have_no_chunks_and_no_dropout_of_adapters():
+    config = DecoderConfig.from_json(CONFIGS["mixtral"])
+    with pytest.raises(ValueError, match=r"`mlp_chunk_size` \(=4\) must be None for mixtral"):
+        decoder_functions(config, mlp_chunk_size=4)
+    layer = decoder_functions(config, lora_dropout=0.5).layer
+    _, params, x = abstract_layer(config)
+    a = {"block_sparse_moe.experts.w1.lora_A.weight": jax.ShapeDtypeStruct((6, 2, 16), "float32")}
+    with pytest.raises(ValueError, match=r"`lora_dropout` \(=0.5\) must be 0"):
+        jax.eval_shape(layer, params | a, x, jax.random.key(0))
+
+
 def test_dropout_of_config_json_is_refused_in_training():
     config = DecoderConfig.from_json(CONFIGS["llama2"] | {"attention_dropout": 0.1})
     layer, params, x = abstract_layer(config)
@@ -569,6 +580,11 @@ def test_dropout_of_config_json_is_refused_in_training():
         ("llama2", {"rope_scaling": "linear"}, "`rope_scaling`"),
         ("llama3", {"rope_scaling": decoders.LLAMA3_ROPE | {"low_freq_factor": 4}}, "larger than"),
         ("mistral", {"sliding_window": 0}, "`sliding_window`"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, r"`decoder_sparse_step` \(=2\) .* must be 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"`mlp_only_layers` \(=\[0\]\) .* must be \[\]"),
+        ("qwen3_moe", {"num_experts_per_tok": 7}, "`num_experts_per_tok` .* `num_experts`"),
+        ("olmoe", {"clip_qkv": 8.0}, "`clip_qkv`"),
+        ("olmoe", {"router_aux_loss_coef": -0.1}, "`router_aux_loss_coef` .* at least 0"),
     ],
 )
 def test_unsupported_configurations_are_refused(name, changes, match):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +15,13 @@ from ...models.decoder import (
     SCALES,
     DecoderFunctions,
     Params,
+    router_loss,
 )
 from ...models.decoder_config import check_dropout
 from ...ops.offload import OffloadState, offload_scan, offload_train_step, to_device
 from ..errors import TrainError
 from ..mesh import AnyMesh, gather_params, param_sharding, put, replicated, with_shardings
-from ..optimizers import is_adamw, make_optimizer, make_schedule
+from ..optimizers import is_adamw, is_linear, make_optimizer, make_schedule
 from .config import FinetuneConfig
 from .preferences import as_rows, preference_loss, sum_log_probs
 
@@ -59,10 +60,12 @@ def make_learner(
         loss: The loss in place of the cross entropy.
 
     Raises:
-        TrainError: config.json has dropout, which is not supported in training.
+        TrainError: config.json has dropout, which is not supported in training, or the model does
+            not support an option.
     """
     try:
         check_dropout(model)
+        decoder_functions(model, mlp_chunk_size=config.mlp_chunk_size)
     except ValueError as error:
         raise TrainError(str(error)) from error
     optimizer = make_optimizer(
@@ -77,10 +80,18 @@ def _find_adapted(config: FinetuneConfig, model: DecoderConfig) -> tuple[str, ..
     if config.lora is None:
         return ()
     layers, _ = decoder_shapes(model)
-    modules = [name.removesuffix(".weight") for name in layers if name.endswith("_proj.weight")]
-    if config.lora_targets is None:
-        return tuple(modules)
-    targets = [name.strip() for name in config.lora_targets.split(",")]
+    modules = [name.removesuffix(".weight") for name in layers if is_linear(name)]
+    found = tuple(modules) if config.lora_targets is None else _select(config.lora_targets, modules)
+    if config.lora_dropout and any(".experts." in module for module in found):
+        raise TrainError(
+            f"`lora_dropout` (={config.lora_dropout}) is not supported for adapters of experts. "
+            "Leave it out, or adapt only attention by `lora_targets` (=q_proj,k_proj,v_proj,o_proj)"
+        )
+    return found
+
+
+def _select(lora_targets: str, modules: Sequence[str]) -> tuple[str, ...]:
+    targets = [name.strip() for name in lora_targets.split(",")]
     for target in targets:
         if not any(target in (module, module.rpartition(".")[2]) for module in modules):
             known = ", ".join(module.rpartition(".")[2] for module in modules)
@@ -181,7 +192,8 @@ class DecoderLearner:
         needs.
 
         Of preferences, the batch is that of `PackedPairs`, and in place of the loss is a dict of
-        the means over its pairs: the "loss" and the metrics of `preferences`.
+        the means over its pairs: the "loss" and the metrics of `preferences`. Of a model with
+        experts it is a dict, too, with the metrics of `router_loss`.
         """
         _, train_step = self._offload_functions()
 
@@ -191,9 +203,10 @@ class DecoderLearner:
             result = train_step(state.model, batch, step_key)
             # The loop reads only the loss. A gradient that is not finite shows in it as NaN.
             metrics: Any = jnp.where(result.finite, result.loss, jnp.nan)
-            if self.config.has_pairs:
-                count = jnp.sum(batch["pairs"])
-                means = {name: jnp.sum(sums) / count for name, sums in result.head_aux.items()}
+            if result.head_aux is not None:
+                sums = {name: jnp.sum(a) for name, a in result.head_aux.items()}
+                count = sums.pop("weight") if "weight" in sums else jnp.sum(batch["pairs"])
+                means = {name: a / count for name, a in sums.items()}
                 metrics = {"loss": metrics, **means}
             return DecoderState(state.step + 1, result.state), metrics
 
@@ -233,11 +246,16 @@ class DecoderLearner:
 
         return step
 
-    def _functions(self) -> DecoderFunctions:
-        """Return the functions of the decoder, which gather sharded parameters."""
-        config = self.config
+    def _functions(self, balances: bool = False) -> DecoderFunctions:
+        """Return the functions of the decoder, which gather sharded parameters.
+
+        With `balances`, the router's loss is added to that of a model with experts.
+        """
+        config, model = self.config, self.model
+        if model.num_experts is not None:
+            model = dataclasses.replace(model, router_aux_loss_coef=0.0)
         embed, layer, head = decoder_functions(
-            self.model, dtype=config.dtype,
+            model, dtype=config.dtype,
             mlp_chunk_size=config.mlp_chunk_size, lora_scale=config.lora_scale,
             lora_dropout=config.lora_dropout or 0.0,
         )  # fmt: skip
@@ -249,6 +267,8 @@ class DecoderLearner:
 
         elif self.loss is not None:
             head = self._own_head
+        if balances:
+            embed, head = self._with_mask(embed), self._with_router_loss(head)
 
         # Within the scan over the layers, so that a device has one whole layer at a time. The
         # backward pass gathers it again.
@@ -256,6 +276,31 @@ class DecoderLearner:
             return lambda params, *rest: function(gather_params(params, self.mesh), *rest)
 
         return DecoderFunctions(gather(embed), gather(layer), gather(head))
+
+    def _with_mask(self, embed: Callable) -> Callable:
+        """Leave padding out of the router's loss."""
+
+        def run(others: Params, batch: Any, key: Any = None) -> Params:
+            rows, x = as_rows(batch) if self.config.has_pairs else batch, embed(others, batch, key)
+            if "segment_ids" in rows:
+                x["mask"] = rows["segment_ids"] != 0
+            elif "positions" in rows:  # those of padding are 0
+                x["mask"] = (rows["positions"] > 0).at[:, 0].set(True)
+            return x
+
+        return run
+
+    def _with_router_loss(self, head: Callable) -> Callable:
+        def run(others: Params, x: Params, batch: Any, key: Any = None) -> Any:
+            result = head(others, x, batch, key)
+            (loss, weight), sums = result if self.config.has_pairs else (result, {})
+            value, busiest = router_loss(self.model, x)
+            loss += self.model.router_aux_loss_coef * weight * value
+            metrics = {"router_loss": value, "busiest_expert": busiest}
+            metrics = {name: weight * a for name, a in metrics.items()} | {"weight": weight}
+            return (loss, weight), sums | jax.lax.stop_gradient(metrics)
+
+        return run
 
     def _preference_head(self, others: Params, x: Params, batch: Any, key: Any = None) -> Any:
         assert self.config.dpo_beta is not None
@@ -271,11 +316,12 @@ class DecoderLearner:
         config = self.config
         # A layer is updated before the gradients of those below it exist, and so is their norm.
         clip_by = "previous" if config.fuse_update and config.clip_norm else "global"
+        has_experts = self.model.num_experts is not None
         return offload_train_step(
-            *self._functions(), self.optimizer,
+            *self._functions(balances=has_experts), self.optimizer,
             # A microbatch, or the rows of a device, may have more tokens with loss than another
             # one.
-            weighted_loss=True, head_has_aux=config.has_pairs,
+            weighted_loss=True, head_has_aux=config.has_pairs or has_experts,
             fuse_update=config.fuse_update, clip_norm=config.clip_norm or None, clip_by=clip_by,
             skip_nonfinite=config.on_nan == "skip",
             num_microbatches=config.num_microbatches, policy=POLICIES[config.policy],
@@ -291,9 +337,9 @@ class DecoderLearner:
         for module in self.adapted:
             # float32, as in PEFT: adapters are small, and a bfloat16 number would round away
             # updates below 1/512 of it.
-            count, outputs, inputs = layers[f"{module}.weight"].shape
+            *counts, outputs, inputs = layers[f"{module}.weight"].shape
             for end, shape in ((LORA_A, (rank, inputs)), (LORA_B, (outputs, rank))):
-                shapes[f"{module}.{end}"] = jax.ShapeDtypeStruct((count, *shape), jnp.float32)
+                shapes[f"{module}.{end}"] = jax.ShapeDtypeStruct((*counts, *shape), jnp.float32)
         return shapes
 
     def _init_adapters(self) -> Params:

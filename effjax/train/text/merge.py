@@ -11,6 +11,7 @@ from ...convert import save_checkpoint
 from ...ops.quantize import Format, dequantize, quantize
 from ..errors import TrainError
 from ..files import read_json
+from ..optimizers import is_linear
 from .base import GENERATION_CONFIG, eos_tokens
 from .chat import CHAT_TEMPLATE
 from .model import TextModel
@@ -50,8 +51,7 @@ def merge(model: TextModel, folder: Path, dequantized: bool = False) -> None:
     for name, weight in layers.items():
         module = name.removesuffix(".weight")
         a, b = (adapters.get(f"{module}.lora_{i}.weight") for i in "AB")
-        is_quantized = name.endswith("_proj.weight")
-        layers[name] = add(weight, a, b, scale, config.dtype, form if is_quantized else None)
+        layers[name] = add(weight, a, b, scale, config.dtype, form if is_linear(name) else None)
     others = {name: a.astype(config.dtype) for name, a in others.items()}
     files: dict[str, Any] = {file.name: file for file in model.base.tokenizer_files}
     stops = model.tokenizer.turn_ends()

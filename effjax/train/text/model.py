@@ -95,15 +95,23 @@ class TextModel:
         for name, a in arrays.items():
             module, matrix, _ = name.rsplit(".", 2)
             weight = layers.get(f"{module}.weight")
-            # A is [L, r, in], B is [L, out, r], and the weight [L, out, in].
-            axis = 2 if matrix == "lora_A" else 1
-            if weight is None or any(a.shape[i] != weight.shape[i] for i in (0, axis)):
+            # A is [L, r, in], B is [L, out, r], and the weight [L, out, in]. Those of experts have
+            # an axis after that of layers.
+            rank_axis = -2 if matrix == "lora_A" else -1
+            if weight is None or not _fits(a.shape, weight.shape, rank_axis):
                 raise DataError(
                     f"{self.adapter}: does not fit its base model {self.base.folder}. {name} has "
                     f"the shape {a.shape}, and {module}.weight "
                     f"{'does not exist' if weight is None else weight.shape}."
                 )
         return arrays, scale
+
+
+def _fits(shape: tuple[int, ...], of_weight: tuple[int, ...], rank_axis: int) -> bool:
+    """Return True if the shapes of an adapter's matrix and a weight differ in the rank only."""
+    needed = list(of_weight)
+    needed[rank_axis] = shape[rank_axis]
+    return shape == tuple(needed)
 
 
 def find_model(

@@ -130,12 +130,13 @@ def memory_choices(config: FinetuneConfig, given: set[str], num_devices: int = 1
         given: The names of the options that must keep their values.
         num_devices: The number of devices.
     """
+    model, dtype = read_model(config.resolve()), jnp.dtype(config.dtype)
     options: dict[str, tuple[Any, ...]] = {
         "policy": ("everything", "dots", "recompute"),
         "activations_in": ("device", "host"),
         "params_in": ("device", "host"),
         "num_microbatches": (1, 2, 4, 8),
-        "mlp_chunk_size": (None, 1024),
+        "mlp_chunk_size": (None, 1024) if model.num_experts is None else (None,),
     }
     # Later values of these may be faster, too: long contexts are recomputed faster than residuals
     # are read.
@@ -166,7 +167,6 @@ def memory_choices(config: FinetuneConfig, given: set[str], num_devices: int = 1
             return None
         return changed
 
-    model, dtype = read_model(config.resolve()), jnp.dtype(config.dtype)
     tokens = config.batch_size * config.rows_per_example * config.max_length
     # All policies keep the inputs of the layers.
     residuals = model.num_hidden_layers * tokens * model.hidden_size * dtype.itemsize

@@ -14,6 +14,7 @@ from effjax import offload_jit, offload_train_step, to_device, to_host
 from effjax.models import DecoderConfig, decoder_functions, init_decoder
 from effjax.models.scan import scan_layers
 from effjax.ops.quantize import dequantize, quantize
+from effjax.train.errors import TrainError
 from effjax.train.mesh import global_batch, make_mesh
 from effjax.train.optimizers import make_optimizer
 from effjax.train.text.config import FinetuneConfig
@@ -24,6 +25,10 @@ from tests.tiers import vary
 MODEL = DecoderConfig(
     model_type="qwen3", vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, rms_norm_eps=1e-5,
+)  # fmt: skip
+EXPERTS: dict[str, Any] = dict(
+    model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24,
+    router_aux_loss_coef=0.1,
 )  # fmt: skip
 ROWS, LENGTH, STEPS, RATE, DECAY = 8, 12, 3, 1e-2, 0.1
 
@@ -90,12 +95,16 @@ def train(learner, params=None):
     step, batch = offload_jit(learner.train_step()), global_batch(make_batch(), ROWS, learner.mesh)
     losses = []
     for _ in range(STEPS):
-        state, loss = step(state, batch, jax.random.key(0))
-        losses.append(float(loss))
+        state, metrics = step(state, batch, jax.random.key(0))
+        losses.append(loss_of(metrics))
     assert_places(learner, state)
     evaluate = offload_jit(learner.eval_step(), donate=False)
     total, weight = evaluate(state.model.layers, state.model.others, batch)
     return [*losses, float(total) / float(weight)], state
+
+
+def loss_of(metrics):
+    return float(metrics["loss"] if isinstance(metrics, dict) else metrics)
 
 
 def is_projection(path, _=None):
@@ -112,8 +121,7 @@ def make_reference(name, clip_norm):
 
     tx = optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=is_decayed)
     if name == "muon":
-        # The first axis of a stack is that of the layers.
-        axes = optax.contrib.MuonDimensionNumbers(1, 2)
+        axes = optax.contrib.MuonDimensionNumbers(-2, -1)
         muon = optax.contrib.muon(
             RATE, weight_decay=DECAY, consistent_rms=0.2,
             muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: axes, params),
@@ -124,12 +132,13 @@ def make_reference(name, clip_norm):
 
 
 @functools.cache
-def by_hand(clip_norm=None, name="adamw"):
+def by_hand(clip_norm=None, name="adamw", has_experts=False):
     """Return the losses and the parameters of plain JAX and optax in float64."""
     tx = make_reference(name, clip_norm)
-    params = jax.device_get(random_params(make_learner()))
+    learner = make_learner(model=EXPERTS if has_experts else None)
+    params = jax.device_get(random_params(learner))
     with jax.enable_x64(True):
-        embed, layer, head = decoder_functions(dataclasses.replace(MODEL, dtype="float64"))
+        embed, layer, head = decoder_functions(dataclasses.replace(learner.model, dtype="float64"))
         params, batch = jax.tree.map(lambda a: jnp.asarray(a, "float64"), params), make_batch()
 
         def loss_of(params):
@@ -166,6 +175,8 @@ FORMS: dict[str, dict[str, Any]] = {
 def assert_like_optax(learner, rtol, atol, **options):
     losses, state = train(learner)
     want, params = by_hand(**options)
+    if "has_experts" in options:  # an evaluation has no loss of the router
+        losses, want = losses[:-1], want[:-1]
     np.testing.assert_allclose(losses, want, rtol=rtol)
     assert int(state.step) == STEPS
     got = jax.device_get((state.model.layers, state.model.others))
@@ -177,10 +188,64 @@ def test_steps_match_optax(form):
     assert_like_optax(make_learner(**FORMS[form]), rtol=2e-5, atol=2e-4)
 
 
+EXPERT_FORMS = [
+    dict(params_in="host", fuse_update=True),
+    dict(devices=4, mesh="data=2,fsdp=2", policy="everything"),
+    dict(policy="dots", activations_in="host"),
+]
+
+
+@vary("form", EXPERT_FORMS)
+def test_steps_with_experts_match_optax(form):
+    """The loss of the router is that of all rows, on several devices too."""
+    learner = make_learner(model=EXPERTS, **form)
+    assert_like_optax(learner, rtol=2e-5, atol=5e-4, has_experts=True)
+
+
+def test_microbatches_with_experts():
+    """The loss is the mean over all tokens, and that of the router a mean over microbatches."""
+    params, batch, results = None, make_batch(), []
+    for count in (1, 4):
+        learner = make_learner(model=EXPERTS, num_microbatches=count, params_in="host")
+        params = random_params(learner)
+        state = learner.initial_state(*params)
+        results.append(offload_jit(learner.train_step())(state, batch)[1])
+    whole, parts = results
+    cross_entropy = [float(m["loss"] - 0.1 * m["router_loss"]) for m in results]
+    np.testing.assert_allclose(*cross_entropy, rtol=1e-6)
+    assert 2 <= whole["router_loss"] < parts["router_loss"] < 3
+    assert 2 / 6 < whole["busiest_expert"] < parts["busiest_expert"] <= 1
+
+
+def test_padding_is_left_out_of_the_loss_of_the_router():
+    batch, learner = make_batch(), make_learner(model=EXPERTS)
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    positions[:, 7:] = 0
+    ids = (np.arange(LENGTH) < 7) + 0 * positions
+    losses = {}
+    for name, more in {
+        "short": {name: a[:, :7] for name, a in batch.items()},
+        "padded": {**batch, "positions": positions},
+        "packed": {**batch, "positions": positions, "segment_ids": ids},
+        "long": batch,
+    }.items():
+        state = learner.initial_state(*random_params(learner))
+        losses[name] = float(offload_jit(learner.train_step())(state, more)[1]["router_loss"])
+    assert losses["short"] == pytest.approx(losses["padded"], rel=1e-6)
+    assert losses["short"] == pytest.approx(losses["packed"], rel=1e-6)
+    assert losses["short"] != pytest.approx(losses["long"], rel=1e-4)
+
+
 @vary("form", [dict(params_in="host", fuse_update=True), {}])
 def test_muon_orthogonalizes_the_matrix_of_each_layer(form):
     assert_like_optax(make_learner(optimizer="muon", **form), rtol=1e-4, atol=1e-3, name="muon")
     assert abs(by_hand(name="muon")[0][-1] - by_hand()[0][-1]) > 1e-2
+
+
+@vary("form", [dict(params_in="host", fuse_update=True), {}])
+def test_muon_orthogonalizes_the_matrices_of_each_expert(form):
+    learner = make_learner(optimizer="muon", model=EXPERTS, **form)
+    assert_like_optax(learner, rtol=1e-4, atol=1e-3, name="muon", has_experts=True)
 
 
 @vary("form", [dict(params_in="host", fuse_update=True), {}])
@@ -289,6 +354,18 @@ def test_trains_adapters_only(options):
     assert sum(a.size for a in moments) == 2 * trained
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(mlp_chunk_size=5), "`mlp_chunk_size` .* must be None"),
+        (dict(lora=2, lora_dropout=0.1), "`lora_dropout` .* adapters of experts"),
+    ],
+)
+def test_options_that_experts_do_not_support(options, match):
+    with pytest.raises(TrainError, match=match):
+        make_learner(model=EXPERTS, **options)
+
+
 def draw(shapes):
     rng = np.random.default_rng(0)
     return {name: rng.normal(0, 0.3, a.shape).astype(a.dtype) for name, a in shapes.items()}
@@ -333,14 +410,15 @@ def test_dropout_of_adapters(options):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), layers, want_layers)
 
 
-def test_adapters_add_their_product():
+@pytest.mark.parametrize("model", [None, EXPERTS])
+def test_adapters_add_their_product(model):
     """A model with adapters computes the same as one with W + scale B A."""
-    learner = make_learner(lora=2, lora_alpha=6.0)
+    learner = make_learner(lora=2, lora_alpha=6.0, model=model)
     layers, others = jax.device_get(random_params(learner))
     adapters, merged = draw(learner.adapter_shapes()), dict(layers)
     for module in {name.rpartition("lora_")[0] for name in adapters}:
         b, a = (adapters[f"{module}lora_{i}.weight"] for i in "BA")
-        merged[f"{module}weight"] = layers[f"{module}weight"] + 3 * np.einsum("lor,lri->loi", b, a)
+        merged[f"{module}weight"] = layers[f"{module}weight"] + 3 * b @ a
     evaluate, batch = jax.jit(learner.eval_step()), make_batch()
     with jax.default_matmul_precision("highest"):
         loss, want, plain = (
@@ -358,7 +436,14 @@ QUANTIZED_FORMS: list[dict[str, Any]] = [
 ]
 
 
-@vary("form, options", [("nf4", QUANTIZED_FORMS[0]), *(("int8", o) for o in QUANTIZED_FORMS)])
+@vary(
+    "form, options",
+    [
+        ("nf4", QUANTIZED_FORMS[0]),
+        ("nf4", QUANTIZED_FORMS[0] | {"model": EXPERTS}),
+        *(("int8", o) for o in QUANTIZED_FORMS),
+    ],
+)
 def test_a_quantized_base_is_that_of_its_dequantized_weights(form, options, x64):
     """The loss and the gradients of adapters, which are the first moments, up to a factor."""
     options = options | dict(param_dtype="float64", lora=2, lora_alpha=6.0)
@@ -384,7 +469,7 @@ def test_a_quantized_base_is_that_of_its_dequantized_weights(form, options, x64)
         for name, a in frozen.items():
             np.testing.assert_array_equal(state.model.layers[name], a)
         moments = [np.asarray(a) for a in jax.tree.leaves(state.model.layers_state) if a.ndim > 1]
-        results.append((float(loss), moments))
+        results.append((loss_of(loss), moments))
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-12)
     for got, want in zip(results[0][1], results[1][1], strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9 * np.abs(want).max())

@@ -73,6 +73,12 @@ def test_memory_choices(config):
     assert change(given=["mlp_chunk_size"], chunk=8, mlp_chunk_size=8).mlp_chunk_size == 8
 
 
+def test_experts_have_no_chunks(config, tmp_path):
+    write_config(tmp_path, "olmoe", num_experts=4, num_experts_per_tok=2)
+    config = dataclasses.replace(config, checkpoint=str(tmp_path))
+    assert memory_choices(config, set()).options["mlp_chunk_size"] == (None,)
+
+
 def test_memory_choices_of_several_devices(config):
     choices = memory_choices(config, set(), num_devices=2)
     chosen = choices.change(**PLACES, num_microbatches=1, mlp_chunk_size=None)
