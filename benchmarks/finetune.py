@@ -38,6 +38,12 @@ LLAMA_70B = DecoderConfig(
     rms_norm_eps=1e-5, rope_theta=5e5, rope_scaling=Llama3RopeScaling(8.0, 1.0, 4.0, 8192),
     dtype="bfloat16",
 )  # fmt: skip
+QWEN3_30B_A3B = DecoderConfig(
+    model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144,
+    num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+    rope_theta=1e6, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    norm_topk_prob=True, router_aux_loss_coef=0.001, dtype="bfloat16",
+)  # fmt: skip
 # The model of the size "small".
 SMALL = dataclasses.replace(
     QWEN3_8B, vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
@@ -45,7 +51,7 @@ SMALL = dataclasses.replace(
 )  # fmt: skip
 MODELS = {
     "Qwen3-8B": QWEN3_8B, "Qwen3-14B": QWEN3_14B, "Qwen3-32B": QWEN3_32B,
-    "Llama-3.3-70B": LLAMA_70B,
+    "Llama-3.3-70B": LLAMA_70B, "Qwen3-30B-A3B": QWEN3_30B_A3B,
 }  # fmt: skip
 GPUS = {
     "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "A100": "a100-80", "H100": "h100",
@@ -60,12 +66,19 @@ PLANNED = {
     "Qwen3-14B": {"adamw": (SHORT,), "adamw8bit": (SHORT,)},
     "Qwen3-32B": {"adamw": (SHORT,), "adamw8bit": (SHORT, BATCH, LONG)},
     "Llama-3.3-70B": {"adamw8bit": (SHORT, LONG)},
+    "Qwen3-30B-A3B": {"adamw8bit": (SHORT, BATCH)},
 }
 OWN_PROGRAM = "Qwen3-8B", SHORT, "rtx4090"  # compiled for the GPU itself
+ROWS_OF_EXPERTS = 8  # of a microbatch: each expert is read once for its tokens of all of them
 MLP_CHUNK = 4096  # positions, of longer sequences
 # The fused forms, which need the least memory and are about as fast as the others.
 IN_MEMORY, OFFLOADED = "jax.checkpoint, fused", "offload all, fused"
-ADAPTED = {name: MODELS[name] for name in ("Qwen3-14B", "Qwen3-32B", "Llama-3.3-70B")}
+ADAPTED = {
+    name: MODELS[name] for name in ("Qwen3-14B", "Qwen3-32B", "Llama-3.3-70B", "Qwen3-30B-A3B")
+}
+# Adapters of all experts would have 3% of the model's parameters.
+TARGETS = {"Qwen3-30B-A3B": "q_proj,k_proj,v_proj,o_proj"}
+CARDS = {"Qwen3-30B-A3B": 12e9}  # bytes of a smaller card of the same rates
 RANK = 16
 WEIGHTS = None, "int8", "nf4"
 # The first one that fits is planned. The inputs of the layers fit in device memory at this length.
@@ -82,11 +95,14 @@ def count_parameters(config: DecoderConfig) -> int:
 def model_flops(config: DecoderConfig, length: int) -> int:
     """Return the FLOPs of a step without recomputation, as throughputs are published.
 
-    Six per parameter of a matrix product and token, and twelve per channel and pair of positions
-    of causal attention.
+    Six per parameter of a matrix product and token, of the experts that compute for the token, and
+    twelve per channel and pair of positions of causal attention.
     """
     layers, _ = decoder_shapes(config)
     matrices = sum(math.prod(a.shape) for a in layers.values() if a.ndim == 3)
+    if config.num_experts is not None and config.num_experts_per_tok is not None:
+        experts = sum(math.prod(a.shape) for a in layers.values() if a.ndim == 4)
+        matrices += experts * config.num_experts_per_tok // config.num_experts
     matrices += config.vocab_size * config.hidden_size
     width = config.num_attention_heads * config.head_dim
     pairs = length * (length + 1) // 2
@@ -108,10 +124,12 @@ def plan_model(
 ) -> Iterator[Row]:
     """Yield a row for each GPU: the form in device memory if it fits, or the offloaded one.
 
-    Each sequence is a microbatch: an offloaded layer is copied once for all of them.
+    Each sequence, or several with experts, is a microbatch: an offloaded layer is copied once for
+    all of them.
     """
+    rows = min(ROWS_OF_EXPERTS, batch) if model.num_experts else 1
     config = FinetuneConfig(
-        max_length=length, batch_size=batch, num_microbatches=batch, optimizer=optimizer,
+        max_length=length, batch_size=batch, num_microbatches=batch // rows, optimizer=optimizer,
         mlp_chunk_size=MLP_CHUNK if length > MLP_CHUNK else None,
         packing=length <= MLP_CHUNK,  # a longer row is one text, whose attention is cuDNN's
     ).resolve()  # fmt: skip
@@ -154,9 +172,10 @@ def plan_model(
         }
 
 
-def describe_form(form: dict[str, Any], quantize: str | None) -> str:
+def describe_form(form: dict[str, Any], quantize: str | None, targets: str | None) -> str:
     """Return the options of a form, as they are typed."""
     words = [f"--lora {RANK}"]
+    words += [f"--lora-targets {targets}"] if targets else []
     words += [f"--quantize {quantize}"] if quantize else []
     words += ["--params-in host --activations-in device"] if "params_in" in form else []
     return " ".join([*words, "--fuse-update"])
@@ -167,10 +186,11 @@ def plan_adapters(
 ) -> Row:
     """Return the row of the first form that fits, or of the last one."""
     config = FinetuneConfig(
-        lora=RANK, quantize=quantize, max_length=length, batch_size=1
+        lora=RANK, lora_targets=TARGETS.get(name), quantize=quantize, max_length=length,
+        batch_size=1,
     ).resolve()  # fmt: skip
     model = dataclasses.replace(model, dtype=config.param_dtype)
-    limit = int(0.75 * find_target(target).memory_bytes)
+    limit = int(0.75 * CARDS.get(name, find_target(target).memory_bytes))
     row: Row = {}
     for form in ADAPTER_FORMS:
         step = training_step(dataclasses.replace(config, **form), 1, model)
@@ -183,7 +203,7 @@ def plan_adapters(
             "model": name,
             "weights": quantize or config.param_dtype,
             "gpu": gpu,
-            "options": describe_form(form, quantize),
+            "options": describe_form(form, quantize, config.lora_targets),
             "state_bytes": on_device + on_host,
             "planned_device_bytes": planned.peak_device_bytes,
             "planned_host_bytes": planned.peak_host_bytes,

@@ -1,5 +1,7 @@
 """Published plans of fine-tuning: sizes and FLOPs of the models, and what follows from them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,7 +21,7 @@ def test_parameters():
     """The counts are half the `total_size` of each checkpoint's model.safetensors.index.json."""
     total_size = {
         "Qwen3-8B": 16381470720, "Qwen3-14B": 29536614400, "Qwen3-32B": 65524246528,
-        "Llama-3.3-70B": 141107412992,
+        "Llama-3.3-70B": 141107412992, "Qwen3-30B-A3B": 61064245248,
     }  # fmt: skip
     sizes = {
         name: 2 * finetune.count_parameters(config) for name, config in finetune.MODELS.items()
@@ -53,6 +55,14 @@ def test_model_flops():
     products = 2 * length * (3 * weights + 96 * 16)
     scores_and_values = 2 * 2 * 4 * 8 * sum(range(1, length + 1))
     assert finetune.model_flops(TINY, length) == 3 * (products + 3 * scores_and_values)
+
+
+def test_model_flops_of_experts():
+    """They are those of an MLP as wide as the experts of a token, and of the router."""
+    options = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12)
+    experts = dataclasses.replace(TINY, model_type="qwen3_moe", router_aux_loss_coef=0.0, **options)
+    router = 6 * 3 * 4 * 16 * 10
+    assert finetune.model_flops(experts, 10) == finetune.model_flops(TINY, 10) + router
 
 
 def test_published_rows():
