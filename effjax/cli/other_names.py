@@ -13,6 +13,7 @@ NAMES = (
     ("lora_targets", "lora_target_modules target_modules", "names with commas between them"),
     ("rslora", "use_rslora peft_use_rslora", "with --lora-alpha"),
     ("adapter", "lora_model_dir", ""),
+    ("matmul fp8", "fp8 use_fp8", ""),
     ("dtype bfloat16", "bf16 bfloat16 fp16", "the default of training"),
     ("policy recompute", "gradient_checkpointing use_gradient_checkpointing", "the default"),
     ("activations_in host", "activation_offloading", ""),

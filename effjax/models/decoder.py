@@ -9,7 +9,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from ..ops._common.sharding import explicit_axes, explicit_spec, reshape
 from ..ops.attention import IMPLEMENTATIONS, dot_product_attention
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.expert_mlp import mix_experts
+from ..ops.fp8 import fp8_linear
 from ..ops.quantize import FORMATS, Format, Quantized, dequantize, quantized_linear
 from ..ops.quantize import quantize as quantize_array
 from .decoder_config import (
@@ -45,6 +46,7 @@ from .decoder_config import (
 )
 
 Params = dict[str, Any]
+Matmul = Literal["fp8"]
 CODES, SCALES = ".codes", ".scales"  # follow the name of a weight that is quantized
 Linear = Callable[[str, jax.Array], jax.Array]  # (name of a linear layer, x)
 # ``attend(q, k, v, x) -> (y, x)`` of arrays [N, T, heads, head_dim] and the input of the layer.
@@ -52,10 +54,11 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, Params], tuple[jax.Array, Pa
 
 
 class Lora(NamedTuple):
-    """Static options of adapters: the factor of B (A x), and the share of x that is dropped."""
+    """Static options of linear layers and of their adapters."""
 
-    scale: float = 1.0
-    dropout: float = 0.0
+    scale: float = 1.0  # of B (A x)
+    dropout: float = 0.0  # the share of x that is dropped in the input of A
+    matmul: Matmul | None = None  # of W x
 
 
 def decoder_shapes(
@@ -196,6 +199,7 @@ def decoder_functions(
     mlp_chunk_size: int | None = None,
     lora_scale: float = 1.0,
     lora_dropout: float = 0.0,
+    matmul: Matmul | None = None,
 ) -> DecoderFunctions:
     """Return the functions ``(embed, layer, head)`` of a decoder.
 
@@ -240,6 +244,9 @@ def decoder_functions(
         lora_dropout: the share of the numbers of x that are 0 in the input of A, in [0, 1). The
             others are divided by ``1 - lora_dropout``. Each linear layer drops other numbers, which
             depend on the key only, and with `mlp_chunk_size` on its value.
+        matmul: "fp8" for products of 8-bit numbers in the linear layers of attention and MLPs, by
+            `effjax.fp8_linear`. Experts, adapters, embedding, head and norms are not changed. None
+            means products in `dtype`.
 
     Raises:
         TypeError: for a number of another type.
@@ -252,6 +259,7 @@ def decoder_functions(
     lora = Lora(
         as_number("lora_scale", lora_scale, math.isfinite, "finite"),
         as_number("lora_dropout", lora_dropout, lambda a: 0 <= a < 1, "in [0, 1)"),
+        check_choice("matmul", matmul, None, *get_args(Matmul)),
     )
     if mlp_chunk_size is not None:
         mlp_chunk_size = as_integer("mlp_chunk_size", mlp_chunk_size, 1)
@@ -694,7 +702,11 @@ def _linear(params: Params, lora: Lora, name: str, x: jax.Array, key: Any = None
         return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
 
     quantized = params.get(f"{name}.weight{CODES}")
-    if quantized is None:
+    if quantized is not None and lora.matmul is not None:
+        raise ValueError(f"`matmul` (={lora.matmul!r}) must be None for quantized weights.")
+    if lora.matmul == "fp8":
+        y = fp8_linear(x, params[f"{name}.weight"], transposed=True)
+    elif quantized is None:
         y = multiply(x, "weight")
     else:
         y = quantized_linear(x, Quantized(quantized, params[f"{name}.weight{SCALES}"]))

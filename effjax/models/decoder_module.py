@@ -8,6 +8,7 @@ from flax import nnx
 
 from ..ops._common.arguments import as_array
 from .decoder import (
+    Matmul,
     Params,
     decoder_functions,
     decoder_logits,
@@ -26,7 +27,7 @@ class Decoder(nnx.Module):
 
     Args:
         config: the configuration.
-        dtype, attention, mlp_chunk_size: as in `decoder_functions`.
+        dtype, attention, mlp_chunk_size, matmul: as in `decoder_functions`.
         rngs: for the parameters (stream `params`), which are initialized as in `init_decoder`.
     """
 
@@ -37,10 +38,11 @@ class Decoder(nnx.Module):
         dtype: Any = None,
         attention: str | None = None,
         mlp_chunk_size: int | None = None,
+        matmul: Matmul | None = None,
         rngs: nnx.Rngs,
     ):
         self.config = config
-        self.options = (dtype, attention, mlp_chunk_size)
+        self.options = (dtype, attention, mlp_chunk_size, matmul)
         layers, others = init_decoder(config, rngs.params())
         self.layers, self.others = _as_params(layers), _as_params(others)
 
@@ -83,10 +85,11 @@ class Decoder(nnx.Module):
     @property
     def functions(self) -> Any:
         """The functions ``(embed, layer, head)`` of `decoder_functions`."""
-        dtype, attention, mlp_chunk_size = self.options
+        dtype, attention, mlp_chunk_size, matmul = self.options
         return decoder_functions(
-            self.config, dtype=dtype, attention=attention, mlp_chunk_size=mlp_chunk_size
-        )
+            self.config, dtype=dtype, attention=attention, mlp_chunk_size=mlp_chunk_size,
+            matmul=matmul,
+        )  # fmt: skip
 
     def _run_layers(self, batch: Params, apply_layers: ApplyLayers) -> tuple[Any, Params]:
         embed, layer, _ = self.functions

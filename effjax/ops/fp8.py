@@ -88,10 +88,10 @@ def _backward(transposed: bool, residuals: Any, dy: jax.Array) -> Any:
     def run(x, kernel, dy):
         dy, matrix = _round(dy, E5M2), _round(kernel, E4M3)
         dx = _multiply(dy, matrix.turned() if transposed else matrix, 1, x.dtype)
-        factors = _round(x, E4M3).turned(), dy.turned()
+        left, right = _round(x, E4M3).turned(), dy.turned()
         if transposed:
-            factors = factors[::-1]
-        return dx, _multiply(*factors, x.ndim - 1, kernel.dtype)
+            left, right = right, left
+        return dx, _multiply(left, right, x.ndim - 1, kernel.dtype)
 
     return forbid_higher_order(run, SECOND_ORDER)(*residuals, dy)
 
@@ -125,9 +125,9 @@ def _round(x: jax.Array, dtype: Any) -> _Rounded:
 
 def _multiply(a: _Rounded, b: _Rounded, count: int, dtype: Any) -> jax.Array:
     """Contract the last `count` axes of two arrays."""
-    axes = [tuple(range(m.values.ndim - count, m.values.ndim)) for m in (a, b)]
+    left, right = (tuple(range(m.values.ndim - count, m.values.ndim)) for m in (a, b))
     # Float16 would overflow before the division. In bfloat16, powers of two are exact.
     wide = dtype if dtype == jnp.bfloat16 else jnp.float32
-    y = lax.dot_general(a.values, b.values, (axes, ((), ())), preferred_element_type=wide)
+    y = lax.dot_general(a.values, b.values, ((left, right), ((), ())), preferred_element_type=wide)
     # One scale, which becomes an argument of cuBLASLt. Two would be another kernel.
     return (y * (1 / a.factor * (1 / b.factor)).astype(wide)).astype(dtype)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +218,54 @@ def test_gradient_of_the_mlp(x64, activation, rate):
         return [jax.vjp(f, *arrays)[1](dy) for f in (apply, formula)]
 
     assert_trees_close(*gradients(*arrays), 1e-12)
+
+
+def test_8_bit_products():
+    """Those of the seven matrices of a layer, forward and backward, and no others."""
+    config = config_of("qwen3", dtype="float32")
+    layers, others = decoder_shapes(config)
+    layer = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in layers.items()}
+    for name in [name for name in layer if name.endswith("proj.weight")]:
+        outputs, inputs = layer[name].shape
+        lora = name.removesuffix("weight") + "lora_"
+        layer[f"{lora}A.weight"] = jax.ShapeDtypeStruct((2, inputs), "float32")
+        layer[f"{lora}B.weight"] = jax.ShapeDtypeStruct((outputs, 2), "float32")
+    tokens = jax.ShapeDtypeStruct((2, 16), "int32")
+    batch = {"tokens": tokens, "labels": tokens}
+
+    def loss(params, batch, matmul):
+        functions = decoder_functions(config, matmul=matmul)
+        x = functions.layer(params[0], functions.embed(params[1], batch))
+        return functions.head(params[1], x, batch)[0]
+
+    def count(matmul):
+        step = jax.jit(jax.grad(loss), static_argnums=2).lower((layer, others), batch, matmul)
+        products = re.findall(r"dot_general .*: \((\S+), (\S+)\)", step.as_text())
+        return sum("f8" in a and "f8" in b for a, b in products)
+
+    assert (count(None), count("fp8")) == (0, 7 * 3)
+    with pytest.raises(ValueError, match='`matmul` .*must be None or "fp8"'):
+        decoder_functions(config, matmul="int8")
+    layer["mlp.up_proj.weight.codes"] = layer["mlp.up_proj.weight"]
+    with pytest.raises(ValueError, match="`matmul` .*must be None for quantized weights"):
+        count("fp8")
+
+
+def test_gradient_of_the_mlp_in_8_bits():
+    rng = np.random.default_rng(0)
+    sizes = (4, 6), (2, 3, 6), (2, 3, 6), (2, 3, 4)
+    *arrays, dy = (jnp.asarray(rng.normal(size=size), "float32") for size in sizes)
+    lora = decoder.Lora(matmul="fp8")
+
+    def apply(weight, gate, up):
+        params = {"mlp.down_proj.weight": weight}
+        return decoder._apply_gated(lora, "silu", params, gate, up)
+
+    def formula(weight, gate, up):
+        return effjax.fp8_linear(jax.nn.silu(gate) * up, weight, transposed=True)
+
+    got, want = (jax.vjp(f, *arrays)[1](dy) for f in (apply, formula))
+    assert_trees_close(got, want, 1e-6)
 
 
 def test_narrow_embeddings_sum_their_gradient_in_float32():

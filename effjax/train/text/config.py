@@ -39,6 +39,7 @@ Memory = Literal["device", "host"]
 Policy = Literal["recompute", "dots", "everything"]
 ParamDtype = Literal["bfloat16", "bfloat16-24", "float32"]
 Quantize = Literal["nf4", "int8"]
+Matmul = Literal["fp8"]
 TRAINED_ON = "base_in"  # in the file of an adapter, of a quantized base: such as "nf4 bfloat16"
 
 
@@ -286,6 +287,12 @@ class FinetuneConfig(RunConfig):
     dtype: Literal["float32", "bfloat16"] = option(
         "bfloat16", help="Dtype of the computation.", group=OPTIMIZATION
     )
+    matmul: Matmul | None = option(
+        None,
+        help="Products of the layers' weights: fp8 rounds both factors to 8-bit floating-point "
+        "numbers, with one scale for each array. (default: in --dtype)",
+        group=OPTIMIZATION,
+    )
     sample_prompts: str | None = option(
         None,
         help="A file with a prompt in each line, spaces included. At each validation, the texts "
@@ -383,6 +390,11 @@ class FinetuneConfig(RunConfig):
             raise TrainError(
                 f"`quantize` (={self.quantize}) needs `lora`: quantized weights cannot be trained. "
                 "Train adapters, such as those of `lora` (=16)"
+            )
+        if self.matmul is not None and self.quantize is not None:
+            raise TrainError(
+                f"`matmul` (={self.matmul}) needs weights in `param_dtype`, without `quantize` "
+                f"(={self.quantize}), whose products are in `dtype`"
             )
         # The default alpha, 2 · rank, would make the scale of rsLoRA grow with the rank.
         if self.rslora and self.lora_alpha is None:

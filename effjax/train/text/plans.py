@@ -119,7 +119,7 @@ def smaller_configs(config: FinetuneConfig, of_state: bool) -> Iterator[Finetune
         config = dataclasses.replace(config, lora=16, optimizer=optimizer)
         yield config
     if config.quantize is None:
-        yield dataclasses.replace(config, quantize="nf4")
+        yield dataclasses.replace(config, quantize="nf4", matmul=None)
 
 
 def memory_choices(config: FinetuneConfig, given: set[str], num_devices: int = 1) -> MemoryChoices:

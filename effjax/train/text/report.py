@@ -13,7 +13,8 @@ def describe(task: TextTask) -> list[str]:
     config, learner = task.config, task.learner
     steps = f"{counted(config.steps or 0, 'step')}, {describe_devices(task.mesh)}"
     pairs = " × 2" if config.rows_per_example == 2 else ""
-    batch = f"{config.dtype}, batch {config.batch_size}{pairs} × {config.max_length}"
+    dtype = f"{config.dtype}, products in {config.matmul}" if config.matmul else config.dtype
+    batch = f"{dtype}, batch {config.batch_size}{pairs} × {config.max_length}"
     model = (
         f"{counted(learner.model.num_hidden_layers, 'layer')} of width "
         f"{learner.model.hidden_size}, {learner.num_params} parameters"

@@ -19,6 +19,8 @@ FILES = dict(checkpoint="base", data="rows.jsonl")
         ({"lora_dropout": 0.1}, "`lora_dropout` (=0.1) needs `lora`"),
         ({"quantize": "nf4"}, "`quantize` (=nf4) needs `lora`"),
         ({"lora": 4, "quantize": "int4"}, "`quantize` (="),
+        ({"lora": 4, "quantize": "nf4", "matmul": "fp8"}, "`matmul` (=fp8) needs weights in"),
+        ({"matmul": "int8"}, "`matmul` (="),
         ({"dpo_beta": 0.5}, "`dpo_beta` (=0.5) needs `loss` (=dpo)"),
         ({"lora": 4, "rslora": True}, "`rslora` needs `lora_alpha`"),
         ({"lora": 4, "lora_alpha": 0.0}, "`lora_alpha` (=0.0) must be above 0"),

@@ -475,6 +475,39 @@ def test_a_quantized_base_is_that_of_its_dequantized_weights(form, options, x64)
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-9 * np.abs(want).max())
 
 
+# Their parts are rounded as the whole arrays, up to numbers beside a boundary of the rounding.
+@vary("form", FORMS)
+def test_8_bit_products_in_all_forms(form):
+    exact, want, got = (
+        train(make_learner(**options))[0]
+        for options in ({}, {"matmul": "fp8"}, FORMS[form] | {"matmul": "fp8"})
+    )
+    np.testing.assert_allclose(got, want, rtol=2e-3)
+    np.testing.assert_allclose(want, exact, rtol=0.05)
+    assert np.max(np.abs(np.subtract(want, exact))) > 1e-3
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("places", [{}, dict(params_in="host", activations_in="device")])
+def test_adapters_of_8_bit_products(places):
+    """Adapters learn as beside products in bfloat16, and the base does not change."""
+    options = dict(lora=2, lora_alpha=6.0, param_dtype="bfloat16", dtype="bfloat16", **places)
+    losses = []
+    for matmul in (None, "fp8"):
+        learner = make_learner(matmul=matmul, **options)
+        params = random_params(learner)
+        frozen = jax.device_get(params)
+        values, state = train(learner, params)
+        losses.append(values)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            {name: jax.device_get(state.model.layers[name]) for name in frozen[0]},
+            frozen[0],
+        )
+    np.testing.assert_allclose(*losses, rtol=0.02)
+    assert losses[0] != losses[1] and losses[1][-1] < losses[1][0]
+
+
 OFFLOADED: dict[str, Any] = dict(param_dtype="bfloat16", params_in="host", fuse_update=True)
 
 

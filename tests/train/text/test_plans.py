@@ -109,6 +109,7 @@ def test_smaller_configs(config):
     fewer = change(False, max_length=1024)
     assert fewer == [rate | {"max_length": 1024} | one for one in [*batches, *state]]
     assert change(True, optimizer="muon")[1]["lora"] == 16  # Muon trains no adapters
+    assert "matmul" not in change(True, matmul="fp8")[-1]  # a quantized base has none
     assert not change(True, lora=4, quantize="int8", optimizer="adamw8bit")
 
 
