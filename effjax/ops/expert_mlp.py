@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
+from jax.core import Tracer, min_dim
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -67,11 +67,12 @@ def expert_mlp(
             activation.
     """
     x, weights = as_array("x", x), as_array("weights", weights)
-    matrices = tuple(as_array(n, a) for n, a in (("gate", gate), ("up", up), ("down", down)))
-    _check_matrices(x, *matrices, transposed)
+    gate, up, down = as_array("gate", gate), as_array("up", up), as_array("down", down)
+    _check_matrices(x, gate, up, down, transposed)
     return mix_experts(
-        x, experts, weights, matrices, _as_they_are, activation=activation, transposed=transposed
-    )
+        x, experts, weights, (gate, up, down), _as_they_are,
+        activation=activation, transposed=transposed,
+    )  # fmt: skip
 
 
 def _as_they_are(matrices: Any) -> Any:
@@ -106,7 +107,8 @@ def mix_experts(
     _check_range(known, num_experts)
     if not x.size or not experts.shape[1]:
         return x * 0
-    block = _default_block(*known_sizes(*experts.shape), num_experts)
+    num_tokens, k = known_sizes(*experts.shape)
+    block = _default_block(num_tokens, k, num_experts)
     static = _Static(make, structure, activation, transposed, block)
 
     def run(arrays, leaves):
@@ -145,8 +147,9 @@ class _Static(NamedTuple):
         """Return the matrices of an expert."""
         return self.make(self.structure.unflatten(_entry(a, expert) for a in leaves))
 
-    def pack(self, gate, up, down, dtype) -> tuple[jax.Array, jax.Array]:
+    def pack(self, matrices: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Return gate and up in one array, and down."""
+        gate, up, down = matrices
         both = jnp.concatenate([gate, up], 0 if self.transposed else 1)
         return both.astype(dtype), down.astype(dtype)
 
@@ -205,7 +208,7 @@ def _for_each_expert(static: _Static, experts, num_experts: int, body: Callable,
     """
     num_choices, k = experts.size, experts.shape[1]
     layout = _Layout.of(experts, num_experts, static.block)
-    num_used = jax.core.min_dim(num_experts, num_choices)
+    num_used = min_dim(num_experts, num_choices)
     # The planner counts this many blocks: each expert fills all but the last.
     (known_choices,) = known_sizes(num_choices)
     most = known_choices // static.block + min(num_experts, known_choices)
@@ -237,7 +240,7 @@ def _mix(static: _Static, x, experts, weights, *leaves) -> Any:
     w = weights.reshape(-1).astype(wide)
 
     def visit(y, expert, scan_blocks):
-        both, down = static.pack(*static.matrices(leaves, expert), x.dtype)
+        both, down = static.pack(static.matrices(leaves, expert), x.dtype)
 
         def add_block(y, choices, tokens):
             h = _hidden(static, static.multiply(_take(x, tokens), both))
@@ -288,7 +291,7 @@ def _backward(static: _Static, residuals, dy):
             return static.make(static.structure.unflatten(entries))
 
         matrices, pull_back = jax.vjp(make, [_entry(leaves[i], expert) for i in trained])
-        both, down = static.pack(*matrices, x.dtype)
+        both, down = static.pack(matrices, x.dtype)
 
         def add_block(carry, choices, tokens):
             dx, dw, sums = carry
