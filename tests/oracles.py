@@ -70,7 +70,7 @@ def expert_mlp(x, experts, weights, gate, up, down, *, activation="silu", transp
     """Return the sum of the MLPs of all experts, with weights of 0 for those that are not named."""
     if transposed:
         gate, up, down = (jnp.swapaxes(a, 1, 2) for a in (gate, up, down))
-    f = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=False)}[activation]
+    f = {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu}[activation]
     y = jnp.zeros_like(x)
     for e in range(gate.shape[0]):
         share = jnp.where(experts == e, weights, 0).sum(-1, keepdims=True)

@@ -69,7 +69,7 @@ OPERATORS: dict[str, tuple[tuple, dict[str, Any]]] = {
     )),
     "expert_mlp": (
         (X[0, 0], EXPERTS, jnp.ones((6, 2)), *[jnp.ones((3, 8, 8))] * 3),
-        dict(activation="gelu", transposed=True),
+        dict(activation="gelu_pytorch_tanh", transposed=True),
     ),
     "deform_conv2d": ((X, TAPS, KERNEL, MASK, jnp.ones(4)), dict(
         **CONV, offset_groups=1, deterministic=True, chunk_bytes=999

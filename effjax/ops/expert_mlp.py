@@ -24,7 +24,6 @@ from ._common.sharding import match_varying, run_per_device, zeros
 
 ACTIVATIONS: dict[str, Callable] = {
     "silu": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
@@ -53,7 +52,7 @@ def expert_mlp(
         gate: [E, D, F], floating point; cast to the dtype of x. Products accumulate in float32.
         up: as gate.
         down: [E, F, D].
-        activation: f: "silu", "gelu", "gelu_pytorch_tanh", or an elementwise function.
+        activation: f: "silu", "gelu_pytorch_tanh", or an elementwise function.
         transposed: whether the matrices are [E, F, D], [E, F, D] and [E, D, F], as the weights of
             PyTorch's linear layers are. No transposed copy of them or of their gradients exists.
 

@@ -278,7 +278,7 @@ VARIANTS = {
     "fp8_linear, transposed": bind(fp8_linear, transposed=True),
     "dot_product_attention, causal": bind(dot_product_attention, segments=False),
     "dot_product_attention, full": bind(dot_product_attention, causal=False),
-    "expert_mlp, transposed": bind(expert_mlp, activation="gelu", transposed=True),
+    "expert_mlp, transposed": bind(expert_mlp, activation="gelu_pytorch_tanh", transposed=True),
     "deform_conv2d, default": bind(SampledSubject, CONV),
     "deform_conv2d, xla": bind(SampledSubject, CONV, "xla"),
     "ms_deform_attn, default": bind(SampledSubject, ATTENTION),
