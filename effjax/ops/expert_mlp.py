@@ -64,6 +64,9 @@ def expert_mlp(
         TypeError: for arguments that are not arrays, or of the wrong kind of dtype.
         ValueError: for mismatched shapes, numbers of experts out of range, and an unknown
             activation.
+
+    Kept for the backward pass: the arguments. It recomputes the hidden numbers of a block at a
+    time. Reverse mode only (NotImplementedError in forward mode).
     """
     x, weights = as_array("x", x), as_array("weights", weights)
     gate, up, down = as_array("gate", gate), as_array("up", up), as_array("down", down)
