@@ -6,12 +6,13 @@ support reverse mode only; use `effjax.deform_conv2d` and `effjax.roi_align` for
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
@@ -19,6 +20,7 @@ from .ops import samplers
 from .ops._common.arguments import (
     as_float_array,
     as_integer,
+    as_number,
     as_pair,
     as_real_array,
     check_divides,
@@ -29,13 +31,17 @@ from .ops._common.dtypes import at_least_float32
 from .ops._common.sharding import match_varying, with_auto_axes, zeros
 from .ops.samplers.deform_conv import deform_conv2d as _deform_conv2d
 from .ops.samplers.roi.api import as_box_array
+from .ops.samplers.roi.api import ps_roi_align as _ps_roi_align
 
 __all__ = [
+    "MultiScaleRoIAlign",
     "deform_conv",
     "deform_conv2d",
     "deform_roi_pool",
     "deform_roi_pooling",
     "modulated_deform_conv",
+    "nms",
+    "ps_roi_align",
     "roi_align",
 ]
 
@@ -231,9 +237,173 @@ def roi_align(
         samplers.roi_align, output_size=output_size, spatial_scale=spatial_scale,
         sampling_ratio=sampling_ratio, aligned=aligned,
     )  # fmt: skip
-    if isinstance(boxes, (list, tuple)):
-        return _pool_lists(pool, x, boxes)
-    return _pool_indexed(pool, x, "boxes", boxes)
+    return _pool_boxes(pool, x, boxes)
+
+
+def ps_roi_align(
+    input: ArrayLike,
+    boxes: ArrayLike | Sequence[ArrayLike],
+    output_size: Pair,
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = -1,
+) -> jax.Array:
+    """Average position-sensitive features with the signature of torchvision's `ps_roi_align`.
+
+    Bin (i, j) of channel c reads channel ``(c * size + i) * size + j``. The samples are those of
+    `roi_align` with ``aligned=True``. Reverse mode only.
+
+    Args:
+        input: `[N, C * size**2, H, W]`.
+        boxes: as in `roi_align`.
+        output_size: size, the rows and columns of bins; a pair must have two equal numbers.
+        spatial_scale: as in `effjax.roi_align`.
+        sampling_ratio: as in `effjax.roi_align`.
+
+    Returns:
+        `[K, C, size, size]`.
+
+    Raises:
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
+    """
+    size, columns = as_pair("output_size", output_size, 1)
+    if size != columns:
+        raise ValueError(f"`output_size` (={output_size}) must have as many rows as columns.")
+    x = _as_nhwc("input", input)
+    check_divides("output_size ** 2", size**2, x.shape[3], "channels of `input`")
+    pool = functools.partial(
+        _ps_roi_align, output_size=size, spatial_scale=spatial_scale, sampling_ratio=sampling_ratio
+    )
+    return _pool_boxes(pool, _with_blocks_first(x, size), boxes)
+
+
+class MultiScaleRoIAlign:
+    """Pooling of boxes over a feature pyramid, as torchvision's `MultiScaleRoIAlign`.
+
+    Each box is pooled at the level that fits its size. The scales of the levels are those powers of
+    two that are nearest to the ratios of their heights and widths and the largest image's. Use
+    `effjax.multiscale_roi_align` for arrays `[N, R, 4]` of boxes and known scales.
+
+    Args:
+        featmap_names: the levels to use, from the largest to the smallest.
+        output_size: as in `effjax.roi_align`.
+        sampling_ratio: as in `effjax.roi_align`.
+        canonical_scale: as in `effjax.multiscale_roi_align`.
+        canonical_level: as in `effjax.multiscale_roi_align`.
+    """
+
+    def __init__(
+        self,
+        featmap_names: Sequence[str],
+        output_size: Pair,
+        sampling_ratio: int,
+        *,
+        canonical_scale: int = 224,
+        canonical_level: int = 4,
+    ):
+        self.featmap_names = list(featmap_names)
+        self.options = dict(
+            output_size=output_size, sampling_ratio=sampling_ratio,
+            canonical_scale=canonical_scale, canonical_level=canonical_level,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        x: Mapping[str, ArrayLike],
+        boxes: Sequence[ArrayLike],
+        image_shapes: Sequence[tuple[int, int]],
+    ) -> jax.Array:
+        """Pool a list of boxes.
+
+        Args:
+            x: `[N, C, H, W]` for each level; levels that are not in `featmap_names` are not used.
+            boxes: one array `[L, 4]` per image.
+            image_shapes: (height, width) of each image before it was padded.
+
+        Returns:
+            `[sum of L, C, rows, columns]`.
+
+        Raises:
+            KeyError: for a level that is missing.
+            TypeError, ValueError: for arguments of a wrong type, dtype or shape, and for levels
+                whose scales are not those of a pyramid.
+        """
+        levels = [_as_nhwc(f"x[{name!r}]", x[name]) for name in self.featmap_names]
+        largest = [max(shape[axis] for shape in image_shapes) for axis in range(2)]
+        scales = []
+        for name, level in zip(self.featmap_names, levels, strict=True):
+            ratios = zip(level.shape[1:3], largest, strict=True)
+            by_axis = [2.0 ** round(math.log2(size / image)) for size, image in ratios]
+            if by_axis[0] != by_axis[1]:
+                raise ValueError(
+                    f"`x[{name!r}]` of {level.shape[1:3]} pixels must have one scale for an image "
+                    f"of {tuple(largest)}, but has {by_axis[0]} and {by_axis[1]}."
+                )
+            scales.append(by_axis[0])
+        pool = functools.partial(
+            samplers.multiscale_roi_align, spatial_scales=scales, **self.options
+        )
+        return _pool_lists(pool, levels, boxes)
+
+
+def nms(
+    boxes: ArrayLike, scores: ArrayLike, iou_threshold: float, max_outputs: int | None = None
+) -> jax.Array:
+    """Choose boxes that do not overlap, with the signature of torchvision's `nms`.
+
+    From the highest score to the lowest, a box is chosen unless its intersection over union with a
+    box chosen before is greater than `iou_threshold`. No array has an entry for each pair of boxes.
+
+    Args:
+        boxes: `[N, 4]`, (x1, y1, x2, y2).
+        scores: `[N]`. A box with NaN, or with a score of -inf or NaN, is padding: never chosen.
+        iou_threshold: 0 to 1.
+        max_outputs: length of the result; N by default. The loop ends at this number of boxes.
+
+    Returns:
+        Indices of the chosen boxes, int32 `[max_outputs]`, from the highest score to the lowest,
+        then -1. Its length is static, because jit needs it; ``indices[indices >= 0]`` outside of
+        jit is torchvision's result. Compare boxes of several classes by adding a different large
+        offset to those of each class.
+
+    Raises:
+        TypeError, ValueError: for arguments of a wrong type, dtype or shape.
+    """
+    boxes, scores = as_box_array("boxes", boxes), as_real_array("scores", scores)
+    check_shape("boxes", boxes, ("N", 4), "x1, y1, x2, y2")
+    check_shape("scores", scores, (boxes.shape[0],), "one for each box")
+    threshold = as_number("iou_threshold", iou_threshold, lambda t: 0 <= t <= 1, "from 0 to 1")
+    count = boxes.shape[0] if max_outputs is None else as_integer("max_outputs", max_outputs, 1)
+    choose = functools.partial(_choose_boxes, threshold=threshold, count=count)
+    boxes, scores = lax.stop_gradient((at_least_float32(boxes), at_least_float32(scores)))
+    return with_auto_axes(choose, boxes, PartitionSpec())(boxes, scores)
+
+
+def _choose_boxes(boxes: jax.Array, scores: jax.Array, threshold: float, count: int) -> jax.Array:
+    start, stop = boxes[:, :2], boxes[:, 2:]
+    area = jnp.prod(stop - start, -1)
+    is_padding = jnp.isnan(scores) | jnp.isnan(boxes).any(-1)
+    scores = jnp.where(is_padding, -jnp.inf, scores)
+    chosen = jnp.full(count, -1, jnp.int32)
+    chosen, scores, start, stop, area = match_varying((chosen, scores, start, stop, area))
+
+    def is_unfinished(state):
+        n, _, scores = state
+        return (n < count) & jnp.any(scores > -jnp.inf)
+
+    def choose(state):
+        n, chosen, scores = state
+        best = jnp.argmax(scores)  # the first of equal scores, as in a stable sort
+        overlap = jnp.minimum(stop, stop[best]) - jnp.maximum(start, start[best])
+        intersection = jnp.prod(jnp.maximum(overlap, 0), -1)
+        iou = intersection / (area + area[best] - intersection)
+        scores = jnp.where(iou > threshold, -jnp.inf, scores).at[best].set(-jnp.inf)
+        return n + 1, chosen.at[n].set(best.astype(jnp.int32)), scores
+
+    if not scores.size:
+        return chosen
+    # For the planner.
+    with set_xla_metadata(max_trip_count=min(count, scores.size)):
+        return lax.while_loop(is_unfinished, choose, (jnp.int32(0), chosen, scores))[1]
 
 
 def deform_roi_pool(
@@ -310,13 +480,10 @@ def deform_roi_pooling(
     Raises:
         TypeError, ValueError: for arguments of a wrong type, dtype or shape.
     """
-    # A box is divided into group_size**2 parts, and each part reads its own block of channels.
-    # The original orders channels as (out_channels, blocks), effjax as (blocks, out_channels).
     x = _as_nhwc("data", data)
     channels = out_channels * as_integer("group_size", group_size, 1) ** 2
     check_shape("data", data, ("N", channels, "H", "W"), "out_channels * group_size**2 channels")
-    blocks = x.reshape(*x.shape[:3], out_channels, group_size**2)
-    x = jnp.moveaxis(blocks, 3, 4).reshape(x.shape)
+    x = _with_blocks_first(x, group_size)
     pool = functools.partial(
         samplers.deform_psroi_pool, output_size=out_size,
         spatial_scale=spatial_scale, group_size=group_size, part_size=part_size,
@@ -329,6 +496,13 @@ def deform_roi_pooling(
 
 def _as_nhwc(name: str, value: Any) -> jax.Array:
     return _transpose(name, value, 0, 2, 3, 1)
+
+
+def _with_blocks_first(x: jax.Array, parts: int) -> jax.Array:
+    # Each of parts**2 parts of a box reads its own block of channels. The originals order channels
+    # as (channels, blocks), effjax as (blocks, channels).
+    blocks = x.reshape(*x.shape[:3], -1, parts**2)
+    return jnp.moveaxis(blocks, 3, 4).reshape(x.shape)
 
 
 def _transpose(name: str, value: Any, *axes: int) -> jax.Array:
@@ -350,6 +524,12 @@ def _split_rois(name: str, value: Any) -> tuple[jax.Array, jax.Array]:
         index = jnp.where(jnp.abs(index) < 2.0**31, index, -1).astype(jnp.int32)
     boxes = as_box_array(name, rois[:, 1:])
     return index, lax.stop_gradient(boxes)  # boxes get no gradient, as in the originals
+
+
+def _pool_boxes(pool: Callable, x: jax.Array, boxes: Any) -> jax.Array:
+    if isinstance(boxes, (list, tuple)):
+        return _pool_lists(pool, x, boxes)
+    return _pool_indexed(pool, x, "boxes", boxes)
 
 
 def _pool_indexed(
@@ -388,20 +568,22 @@ def _pool_image_by_image(
     return y.transpose(0, 3, 1, 2)
 
 
-def _pool_lists(pool: Callable, x: jax.Array, boxes: Sequence[Any]) -> jax.Array:
+def _pool_lists(pool: Callable, x: Any, boxes: Sequence[Any]) -> jax.Array:
     """Pool a list of boxes [L, 4], one array for each image; return [sum of L, C, rows, columns].
 
-    The arrays are padded with NaN to the same number of boxes, and the results are cut again.
+    x is an array of images, or a list of levels. The arrays of boxes are padded with NaN to the
+    same number of boxes, and the results are cut again.
     """
-    if len(boxes) != x.shape[0]:
+    images = jax.tree.leaves(x)[0]
+    if len(boxes) != images.shape[0]:
         raise ValueError(
-            f"`boxes` has {len(boxes)} arrays, but must have one for each of the {x.shape[0]} "
-            "images of `input`."
+            f"`boxes` has {len(boxes)} arrays, but must have one for each of the {images.shape[0]} "
+            "images."
         )
     arrays = [as_box_array(f"boxes[{i}]", b) for i, b in enumerate(boxes)]
     for i, b in enumerate(arrays):
         check_shape(f"boxes[{i}]", b, ("L", 4), "x1, y1, x2, y2")
-    is_float64 = "float64" in (x.dtype, *(b.dtype for b in arrays))
+    is_float64 = "float64" in (images.dtype, *(b.dtype for b in arrays))
     arrays = [b.astype(jnp.float64 if is_float64 else jnp.float32) for b in arrays]
     longest = max((b.shape[0] for b in arrays), default=0)
     padding = jnp.full((longest, 4), jnp.nan, jnp.float32)

@@ -101,6 +101,7 @@ OPERATORS: dict[str, tuple[tuple, dict[str, Any]]] = {
         dict(**TORCH_CONV, groups=1, deformable_groups=1),
     ),
     "compat.roi_align": ((NCHW, list(BOXES)), POOL),
+    "compat.ps_roi_align": ((NCHW, ROIS), dict(output_size=2, spatial_scale=0.5)),
     "compat.deform_roi_pool": ((NCHW, ROIS, None), dict(**POOL, gamma=0.5)),
     "compat.deform_roi_pooling": (
         (NCHW, ROIS, None), dict(spatial_scale=0.5, out_size=2, out_channels=8, no_trans=True)

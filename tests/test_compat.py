@@ -187,7 +187,7 @@ def test_errors_of_pools():
     for boxes, message in (
         ([box, ROIS[:1]], r"`boxes\[1\]` of shape \(1, 5\) must be \(L, 4\)"),
         ([box[0], box], r"`boxes\[0\]` of shape \(4,\) must be"),
-        ([box], "`boxes` has 1 arrays, but must have one for each of the 2 images of `input`"),
+        ([box], "`boxes` has 1 arrays, but must have one for each of the 2 images"),
     ):
         with pytest.raises(ValueError, match=message):
             compat.roi_align(INPUT, boxes, 2)
@@ -307,3 +307,112 @@ def test_pooling_of_an_empty_batch():
     cases = (INPUT[:0], []), (INPUT[:0], ROIS[:0]), (INPUT, [ROIS[:0, 1:]] * 2)
     results = jax.jit(lambda: [compat.roi_align(x, boxes, 2) for x, boxes in cases])()
     assert [y.shape for y in results] == [(0, 4, 2, 2)] * 3
+
+
+# Results of torchvision 0.29 in float64 for channels sin(3 row + 5 column + channel).
+IMAGES = np.sin(
+    np.arange(8.0)[:, None, None] + 3 * np.arange(6)[:, None] + 5 * np.arange(5)[None, None]
+)[None]
+RECORDED_PARTS = {
+    -1: ([
+        [0.037560037, 0.056152429, -0.032979476, 0.015341533,
+         0.004987593, -0.044931982, 0.050831817, 0.028898097],
+        [0.000499826, 0.017279831, -0.072121585, -0.117953361,
+         -0.041071423, -0.073088898, 0.067778171, 0.091707052],
+        [0.047032372, -0.025404988, -0.17858425, -0.059813255,
+         0.02754659, 0.07669716, 0.064652454, -0.086814025],
+    ], 1409.0162274719758),
+    2: ([
+        [0.037560037, 0.056152429, -0.032979476, 0.015341533,
+         0.004987593, -0.044931982, 0.050831817, 0.028898097],
+        [0.03819831, 0.118691086, -0.240349373, -0.38631087,
+         -0.174551503, -0.295997572, 0.20916391, 0.27579885],
+        [0.047032372, -0.025404988, -0.17858425, -0.059813255,
+         0.02754659, 0.07669716, 0.064652454, -0.086814025],
+    ], 1490.1111476421356),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("x64")
+@vary("ratio", RECORDED_PARTS)
+def test_ps_roi_align_matches_torchvision(ratio):
+    boxes = np.array([[0, 1, 1.5, 7.25, 9], [0, -3, -2, 4, 20], [0, 5, 4, 5.5, 4.25]])
+
+    def loss(x):
+        y = compat.ps_roi_align(x, boxes, 2, 0.5, ratio)
+        return jnp.sum(y * jnp.arange(24.0).reshape(y.shape)), y
+
+    dx, y = jax.jit(jax.grad(loss, has_aux=True))(IMAGES)
+    want, squares = RECORDED_PARTS[ratio]
+    np.testing.assert_allclose(y.reshape(3, 8), want, atol=2e-9)
+    np.testing.assert_allclose(jnp.sum(dx**2), squares, rtol=1e-9)
+    listed = compat.ps_roi_align(IMAGES, [boxes[:, 1:]], 2, 0.5, ratio)
+    np.testing.assert_allclose(listed, y, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_multi_scale_roi_align_matches_torchvision():
+    """Scales come from the largest image, 95 x 79, before it was padded to 96 x 80."""
+    levels = {
+        "0": IMAGES[:, :2].repeat(4, 2).repeat(4, 3), "1": IMAGES[:, 2:4].repeat(2, 2).repeat(2, 3),
+        "unused": IMAGES,
+    }  # fmt: skip
+    boxes = [np.array([[3.0, 4, 50, 60], [0, 0, 1, 2], [1, 1, 94, 75]])]
+    pool = compat.MultiScaleRoIAlign(["0", "1"], 2, 2)
+    want = [
+        [0.042888495, -0.061746141, 0.030830034, -0.068473183,
+         0.054342869, -0.005696451, 0.056670102, -0.024950736],
+        [0, 0, 0, 0, *[0.841470985] * 4],
+        [-0.064400919, 0.049245909, -0.052305865, 0.09436661,
+         -0.02183443, -0.041946926, -0.062429678, 0.040427593],
+    ]  # fmt: skip
+    y = pool(levels, boxes, [(95, 79)])
+    np.testing.assert_allclose(y.reshape(3, 8), want, atol=2e-9)
+    with pytest.raises(ValueError, match=r"`x\['0'\]` of \(24, 20\) pixels must have one scale"):
+        pool(levels, boxes, [(95, 200)])
+    with pytest.raises(KeyError, match="p6"):
+        compat.MultiScaleRoIAlign(["0", "p6"], 2, 2)(levels, boxes, [(95, 79)])
+
+
+NUMBERS = np.arange(40)
+CORNERS = np.stack([NUMBERS * 7 % 40, NUMBERS * 11 % 40], 1)
+OVERLAPPING = np.concatenate(
+    [CORNERS, CORNERS + np.stack([8 + NUMBERS % 5 * 4, 8 + NUMBERS % 7 * 3], 1)], 1
+).astype(np.float32)
+SCORES = np.float32(NUMBERS * 13 % 40 / 40)
+CHOSEN = {
+    0.1: [3, 6, 9, 15, 30, 36, 11, 17, 0],
+    0.3: [3, 6, 9, 12, 15, 18, 21, 24, 30, 33, 36, 39, 5, 8, 20, 35, 28, 34, 0],
+}  # by torchvision
+
+
+@vary("threshold", CHOSEN)
+def test_nms_chooses_as_torchvision(threshold):
+    run = jax.jit(lambda boxes, scores: compat.nms(boxes, scores, threshold))
+    got = run(OVERLAPPING, SCORES)
+    want = CHOSEN[threshold]
+    assert got.tolist() == want + [-1] * (40 - len(want))
+    first = compat.nms(OVERLAPPING, SCORES, threshold, max_outputs=4)
+    assert first.tolist() == want[:4]
+
+
+def test_nms_of_padding_and_equal_scores():
+    boxes = np.array([[0, 0, 4, 4], [np.nan] * 4, [0, 0, 4, 4], [9, 9, 9, 9], [9, 9, 9, 9]])
+    scores = np.array([0.5, 0.9, 0.5, 0.7, -np.inf])
+    both = jax.vmap(lambda b, s: compat.nms(b, s, 0.5))(
+        np.stack([boxes, boxes]).astype(np.float32),
+        np.stack([scores, [np.nan] * 5]).astype(np.float32),
+    )
+    assert both.tolist() == [[3, 0, -1, -1, -1], [-1] * 5]
+    assert compat.nms(boxes[:0].astype(np.float32), scores[:0], 0.5).shape == (0,)
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((8,), ("data",), (kind,))
+        sharded = jax.device_put(OVERLAPPING, jax.NamedSharding(mesh, jax.P("data")))
+        got = jax.jit(lambda b: compat.nms(b, SCORES, 0.1))(sharded)
+        np.testing.assert_array_equal(got, compat.nms(OVERLAPPING, SCORES, 0.1))
+    with pytest.raises(ValueError, match=r"`iou_threshold` \(=50.*\) must be from 0 to 1"):
+        compat.nms(OVERLAPPING, SCORES, 50)
+    with pytest.raises(ValueError, match=r"`scores` of shape \(39,\) must be \(40,\)"):
+        compat.nms(OVERLAPPING, SCORES[:39], 0.5)
+    with pytest.raises(ValueError, match=r"`output_size` \(=\(2, 3\)\) must have as many rows"):
+        compat.ps_roi_align(IMAGES, [OVERLAPPING], (2, 3))

@@ -165,6 +165,34 @@ def multiscale_roi_align(
     return _split_bins(y, size)
 
 
+def ps_roi_align(
+    x: jax.Array,
+    boxes: jax.Array,
+    *,
+    output_size: int,
+    spatial_scale: float = 1.0,
+    sampling_ratio: int = 0,
+) -> jax.Array:
+    """Apply `roi_align` such that bin (i, j) reads block ``i * output_size + j`` of the channels.
+
+    Args:
+        x: [N, H, W, output_size**2 * C].
+        boxes: as in `roi_align`.
+        output_size: rows and columns of bins.
+        spatial_scale: as in `roi_align`.
+        sampling_ratio: as in `roi_align`.
+
+    Returns:
+        [N, R, output_size, output_size, C].
+    """
+    size = output_size, output_size
+    y = _pool_aligned(
+        "ps_roi_align", x, boxes, parts=output_size, size=size, spatial_scale=spatial_scale,
+        sampling_ratio=sampling_ratio, aligned=True, implementation=None, deterministic=False,
+    )  # fmt: skip
+    return _split_bins(y, size)
+
+
 def _pool_aligned(
     operator: str,
     x: jax.Array,
@@ -177,6 +205,7 @@ def _pool_aligned(
     aligned: bool,
     implementation: Implementation,
     deterministic: bool,
+    parts: int = 1,
 ) -> jax.Array:
     """Return roi_align with the bins on one axis, [N, R, P, C], added to `initial`."""
     boxes = lax.stop_gradient(_as_boxes(boxes, x.shape[0]))
@@ -184,7 +213,7 @@ def _pool_aligned(
     scale, ratio = _as_scale("spatial_scale", spatial_scale), _as_ratio(sampling_ratio)
     options = size, scale, ratio, bool(aligned)
     pooling = Pooling(
-        size, parts=1, margin=1.0, average_inside_only=False, samples=ratio,
+        size, parts=parts, margin=1.0, average_inside_only=False, samples=ratio,
         has_position_gradients=False,
     )  # fmt: skip
     return pool(
