@@ -35,6 +35,7 @@ SUBJECTS = {
     "gpu-sampling": "modelled time of the samplers on a GPU, CUDA kernels and plain XLA",
     "cross-entropy": "planned memory of the gradients of a large vocabulary",
     "offload": "planned memory of offloaded steps, JAX's policies and MaxText's way",
+    "fp8": "8-bit products: planned speed of effjax finetune and of a layer, and errors",
     "finetune": "planned memory and modelled time of effjax finetune by GPU, also of adapters",
     "optimizers-memory": "planned memory of the update of a large matrix by optimizer",
     "trl": "losses of ten steps of TRL's trainer and of effjax finetune",

@@ -128,6 +128,10 @@ def _multiply(a: _Rounded, b: _Rounded, count: int, dtype: Any) -> jax.Array:
     left, right = (tuple(range(m.values.ndim - count, m.values.ndim)) for m in (a, b))
     # Float16 would overflow before the division. In bfloat16, powers of two are exact.
     wide = dtype if dtype == jnp.bfloat16 else jnp.float32
-    y = lax.dot_general(a.values, b.values, ((left, right), ((), ())), preferred_element_type=wide)
+    # By default, Hopper's tensor cores sum with fewer bits than float32 (openxla/xla#6599).
+    y = lax.dot_general(
+        a.values, b.values, ((left, right), ((), ())),
+        precision=lax.Precision.HIGHEST, preferred_element_type=wide,
+    )  # fmt: skip
     # One scale, which becomes an argument of cuBLASLt. Two would be another kernel.
     return (y * (1 / a.factor * (1 / b.factor)).astype(wide)).astype(dtype)

@@ -1,4 +1,4 @@
-"""The kernels with the calls that validate them: those of effjax, and cuDNN's attention."""
+"""The kernels with the calls that validate them: effjax's, cuDNN's attention and 8-bit products."""
 
 import functools
 import importlib
@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..ops.attention import dot_product_attention
+from ..ops.fp8 import E4M3, E5M2, fp8_linear
 from ..ops.samplers.deform_attention.api import ms_deform_attn
 from ..ops.samplers.deform_conv.api import deform_conv2d
 from ..ops.samplers.roi.api import deform_roi_pool, roi_align
@@ -247,6 +248,63 @@ def make_dot_product_attention(
     return Call(apply, (q, k, v), ("q", "k", "v"))
 
 
+def make_fp8_linear(
+    dtype: str, *, batch: int = 2, length: int = 48, width: int = 64, outputs: int = 80,
+    infinite: bool = False, spread: float = 0, transposed: bool = False,
+) -> Call:  # fmt: skip
+    """Return a linear layer of random rows, whose magnitudes `spread` over so many octaves."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(batch, length, width)) * 2.0 ** rng.uniform(-spread, 0, (length, 1))
+    kernel = rng.normal(size=(outputs, width) if transposed else (width, outputs))
+    x, kernel = as_arrays(dtype, [x, kernel])
+
+    def apply(x, kernel, *, implementation):
+        function = fp8_linear if implementation == "native" else define_fp8_linear
+        if not infinite:
+            return function(x, kernel, transposed=transposed)
+        y = function(x.at[..., 1, 2].set(np.inf), kernel, transposed=transposed)
+        return jnp.where(jnp.isnan(y), 1, y)  # NaN would differ from NaN
+
+    return Call(apply, (x, kernel), ("x", "kernel")[: 2 - infinite])
+
+
+def define_fp8_linear(x: jax.Array, kernel: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """Compute `fp8_linear` without 8-bit arrays, by arithmetic in float32 or wider."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    @jax.custom_vjp
+    def multiply(x, kernel):
+        return forward(x, kernel)[0]
+
+    def forward(x, kernel):
+        rounded = define_rounding(x, E4M3), define_rounding(kernel, E4M3)
+        return jnp.einsum("...d,dv->...v", *rounded, precision="highest"), rounded
+
+    def backward(rounded, dy):
+        (x, kernel), dy = rounded, define_rounding(dy.astype(wide), E5M2)
+        return (
+            jnp.einsum("...v,dv->...d", dy, kernel, precision="highest"),
+            jnp.einsum("...d,...v->dv", x, dy, precision="highest"),
+        )
+
+    multiply.defvjp(forward, backward)
+    y = multiply(x.astype(wide), (kernel.T if transposed else kernel).astype(wide))
+    return y.astype(x.dtype)
+
+
+def define_rounding(x: jax.Array, dtype: Any) -> jax.Array:
+    """Return the rounded numbers, divided by their power of two."""
+    info, is_finite = jnp.finfo(dtype), jnp.isfinite(x)
+    largest, most = float(info.max), jnp.max(jnp.abs(x), where=is_finite, initial=0)
+    octaves = jnp.frexp(largest)[1] - jnp.frexp(most)[1]
+    octaves -= jnp.ldexp(most, octaves) > largest
+    x = jnp.ldexp(x, octaves)
+    # The distance of neighbors: that of subnormal numbers below the normal ones.
+    distance = jnp.maximum(jnp.frexp(x)[1] - 1, int(info.minexp)) - info.nmant
+    rounded = jnp.ldexp(jnp.round(jnp.ldexp(x, -distance)), distance - octaves)
+    return jnp.where(is_finite, rounded, jnp.nan)
+
+
 def _both_modes(
     name: str, make: Callable[..., Call], options: dict[str, dict[str, Any]], *,
     timed: dict[str, Any], many_pixels: dict[str, Any], shared: tuple[int, ...] = (),
@@ -318,6 +376,20 @@ _ATTENTION: dict[str, MakeCall] = {
     }.items()
 }
 _ATTENTION["several devices"] = functools.partial(shard_images, make=make_dot_product_attention)
+_FP8_LINEAR: dict[str, MakeCall] = {
+    case: functools.partial(make_fp8_linear, **options)
+    for case, options in {
+        "plain": dict(),
+        "odd sizes": dict(length=7, width=13, outputs=5),
+        "transposed": dict(transposed=True),
+        "many octaves": dict(spread=24),
+        "long sums": dict(batch=1, length=64, width=4096, outputs=128),
+        "infinity": dict(infinite=True),
+        "no rows": dict(batch=0),
+    }.items()
+}
+_FP8_LINEAR["vmap"] = functools.partial(map_examples, make=make_fp8_linear, shared=(1,))
+_FP8_LINEAR["several devices"] = functools.partial(shard_images, make=make_fp8_linear, shared=(1,))
 LEVELS = (64, 64), (32, 32), (16, 16), (8, 8)
 
 KERNELS = {
@@ -343,6 +415,13 @@ KERNELS = {
             segments=(1200, 800),
         ),
         dtypes=("bfloat16", "float16"),
+        is_sanitized=False,
+    ),
+    "fp8_linear": Kernel(
+        "fp8_linear",
+        _FP8_LINEAR,
+        functools.partial(make_fp8_linear, length=2048, width=2048, outputs=2048),
+        dtypes=("float32", "bfloat16", "float16"),
         is_sanitized=False,
     ),
 }  # fmt: skip

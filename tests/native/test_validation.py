@@ -103,6 +103,21 @@ def test_last_of_many_images(make, shared, x64):
     assert isinstance(reason, str) and "GB of device memory" in reason
 
 
+def test_8_bit_products(monkeypatch, x64):
+    """They equal their definition, and products of other numbers do not."""
+    kernel = kernels.KERNELS["fp8_linear"]
+
+    def find_kinds(case, dtype="float32"):
+        call = kernel.cases[case](dtype)
+        want = checks.run_reference(call)
+        return {failure.kind for failure in checks.check_call(kernel, call, want, dtype, repeats=2)}
+
+    cases = kernel.cases.keys() - {"several devices"}
+    assert not any(map(find_kinds, cases)) and not find_kinds("plain", "bfloat16")
+    monkeypatch.setattr(kernels, "fp8_linear", lambda x, kernel, **_: x @ kernel)
+    assert find_kinds("plain") == find_kinds("infinity") == {"value", "gradient"}
+
+
 FEW = ["abort", "correct"]
 OTHERS = [name for name in broken.KERNELS if name not in (*FEW, "hang")]
 
@@ -234,6 +249,7 @@ def test_without_compute_sanitizer(tmp_path, monkeypatch):
         ("ms_deform_attn", "bfloat16", ["chunks", "no queries"]),
         ("ms_deform_attn_deterministic", "float64", ["plain"]),
         ("dot_product_attention", "bfloat16", ["packed rows", "window", "several devices"]),
+        ("fp8_linear", "bfloat16", ["odd sizes", "no rows", "several devices"]),
     ],
 )
 def test_kernels_of_the_cpu(name, dtype, cases):
@@ -249,7 +265,7 @@ def test_kernels_of_the_cpu(name, dtype, cases):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "name", ["deform_conv2d", "roi_pool", "ms_deform_attn", "dot_product_attention"]
+    "name", ["deform_conv2d", "roi_pool", "ms_deform_attn", "dot_product_attention", "fp8_linear"]
 )
 def test_all_cases_can_be_traced(name, x64):
     kernel = kernels.KERNELS[name]
