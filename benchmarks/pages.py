@@ -113,11 +113,17 @@ PROGRAMS = {
     'effjax, `"xla"`': "effjax xla", "**effjax, native**": "effjax native",
 }  # fmt: skip
 QUERIES, DTYPES, PASSES = (300, 22223), ("float32", "bfloat16"), ("forward", "forward_backward")
+FP8, FORMS = ("bfloat16", "fp8"), ("float32", "bfloat16", "fp8")
 
 
 def times(unit: float, key: str = "seconds") -> list[Column]:
     """Return a column for each program that samples."""
     return [Column(title, key, "{:.0f}", unit, {"name": n}) for title, n in PROGRAMS.items()]
+
+
+def each(dtypes: Any, header: str, key: str, form: str, unit: float = 1) -> list[Column]:
+    """Return a column for each dtype."""
+    return [Column(header.format(d), key, form, unit, {"dtype": d}) for d in dtypes]
 
 
 def files(template: str, *values: Any) -> list[str]:
@@ -322,6 +328,44 @@ TABLES = {
             in_unit("planned", "planned_device_bytes"),
             number("ratio", "ratio", 2),
         ],
+    ),
+    "fp8": Table(
+        ["planned/fp8.json"],
+        [
+            Column("GPU", "gpu"),
+            *each(FP8, "{}", "tokens_per_second", "{:.0f}"),
+            Column("faster", "ratio", "{:.2f}×", only={"dtype": "fp8"}),
+            *(Column(f"LLMQ, {d}", lambda row, d=d: str(row["llmq"][row["gpu"]][d])) for d in FP8),
+        ],
+        ("gpu",),
+        lambda row: row["of"] == "Qwen3-8B",
+    ),
+    "fp8_layer": Table(
+        ["planned/fp8.json"],
+        [
+            Column("GPU", "gpu"),
+            Column("", "of"),
+            *each(FP8, "{} [ms]", "step_seconds", "{:.2f}", 1e-3),
+        ],
+        ("gpu", "of"),
+        lambda row: row["of"] != "Qwen3-8B",
+    ),
+    "fp8_error": Table(
+        ["cpu/fp8_error.json"],
+        [
+            Column("rows", "rows"),
+            *(c for k in ("y", "dx", "dkernel") for c in each(FP8, f"{k}, {{}}", k, "{:.1%}")),
+        ],
+        ("rows",),
+    ),
+    "fp8_losses": Table(
+        ["cpu/fp8_losses.json"],
+        [
+            number("seed", "seed"),
+            *each(FORMS, "{}, last steps", "last_loss", "{:.3f}"),
+            *each(FORMS, "{}, validation", "validation_loss", "{:.3f}"),
+        ],
+        ("seed",),
     ),
     "tpu_memory": Table(
         ["planned/tpu_memory_v5e.json"],

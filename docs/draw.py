@@ -476,6 +476,44 @@ def memory_by_depth():
     return figure
 
 
+# Mean of the losses of so many steps, and the color of each dtype of the products.
+SMOOTHED = 10
+PRODUCTS = {"float32": TEXT, "bfloat16": BLUE, "fp8": RED}
+
+
+def fp8_losses():
+    """Draw the smoothed losses of fine-tuning by dtype of the products, and their differences."""
+    record = json.loads((MEASURED / "cpu" / "fp8_losses.json").read_text())
+    figure, left = new_figure("", 3.2, 7.6)
+    left.remove()
+    left, right = figure.subplots(1, 2, subplot_kw={"facecolor": "none"})
+    runs = {(row["dtype"], row["seed"]): row["losses"] for row in record["rows"]}
+
+    def smooth(losses):
+        ends = range(SMOOTHED, len(losses) + 1)
+        return [math.fsum(losses[i - SMOOTHED : i]) / SMOOTHED for i in ends]
+
+    for (dtype, seed), losses in runs.items():
+        style = dict(color=PRODUCTS[dtype], lw=1.2, alpha=0.9)
+        steps = range(SMOOTHED, len(losses) + 1)
+        left.plot(steps, smooth(losses), label="" if seed else dtype, **style)
+        if dtype != "bfloat16":
+            others = runs["bfloat16", seed]
+            differences = [a - b for a, b in zip(losses, others, strict=True)]
+            right.plot(steps, smooth(differences), **style)
+    left.set_ylabel("loss", color=TEXT, fontsize=9)
+    left.legend(frameon=False, labelcolor="linecolor", fontsize=9)
+    left.set_title(f"mean of {SMOOTHED} steps", color=TEXT, fontsize=9, loc="left")
+    right.set_title("minus that of bfloat16 with the same seed", color=TEXT, fontsize=9, loc="left")
+    for ax in (left, right):
+        ax.set_xlabel("step", color=TEXT, fontsize=9)
+        ax.tick_params(colors=TEXT, labelsize=9)
+        ax.grid(color=FAINT, lw=0.6)
+        for side, spine in ax.spines.items():
+            spine.set(color=TEXT, visible=side in ("left", "bottom"))
+    return figure
+
+
 PICTURES = {
     "offload_timeline": offload,
     "deform_conv_taps": deform_conv,
@@ -484,6 +522,7 @@ PICTURES = {
     "detection": detection,
     "before_after": before_after,
     "memory_by_depth": memory_by_depth,
+    "fp8_losses": fp8_losses,
 }
 
 

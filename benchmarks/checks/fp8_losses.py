@@ -65,7 +65,7 @@ def train(checkpoint: str, form: str, seed: int, steps: int) -> dict[str, Any]:
         run = finetune(config, Path(temporary) / "run", callbacks=[note], devices=jax.devices()[:1])
     return {
         "name": f"{form}, seed {seed}",
-        "form": form,
+        "dtype": form,
         "seed": seed,
         "last_loss": float(np.mean(losses[-LAST:])),
         "validation_loss": run.result.validation_loss,
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     for seed in range(options.seeds):
         for form in FORMS:
-            if any((row["form"], row["seed"]) == (form, seed) for row in rows):
+            if any((row["dtype"], row["seed"]) == (form, seed) for row in rows):
                 continue
             rows.append(train(options.checkpoint, form, seed, options.steps))
             print(*(f"{key} {rows[-1][key]:.4f}" for key in ("last_loss", "validation_loss")))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checks import sass, soak
+from benchmarks.checks import fp8_losses, sass, soak
 from effjax import native
+from effjax.train.text.tiny import write_checkpoint
 
 needs_tools = pytest.mark.skipif(
     not (native.is_available("cuda") and sass.has_tools()),
@@ -30,6 +31,20 @@ def test_soak_reports_growth():
     assert soak.has_grown(growth, 1.0) and not soak.has_grown(growth, 2.0)
     assert soak.has_grown(growth | {"compilations": 1}, 2.0)
     assert soak.has_grown(growth | {"descriptors": 1}, 2.0)
+
+
+@pytest.mark.exhaustive
+def test_losses_of_8_bit_products(tmp_path, monkeypatch):
+    """Each dtype has a run of each seed, and finished runs are not repeated."""
+    write_checkpoint(tmp_path / "model")
+    arguments = [str(tmp_path / "model"), "--steps", "3", "--json", str(tmp_path)]
+    assert fp8_losses.main([*arguments, "--seeds", "1"]) == 0
+    rows = json.loads((tmp_path / "fp8_losses.json").read_text())["rows"]
+    assert [row["dtype"] for row in rows] == list(fp8_losses.FORMS)
+    losses = [row["losses"] for row in rows]
+    assert all(len(each) == 3 for each in losses) and len({each[0] for each in losses}) == 3
+    monkeypatch.setattr(fp8_losses, "train", None)
+    assert fp8_losses.main([*arguments, "--seeds", "1"]) == 0
 
 
 @pytest.mark.exhaustive

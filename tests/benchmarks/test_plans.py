@@ -1,6 +1,7 @@
 """Plans of one or two small programs of each benchmark: the order of memory and time."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from benchmarks import (
     dense_block,
     densenet,
     finetune,
+    fp8,
     gpu_sampling,
     offload,
     optimizers_memory,
@@ -122,3 +124,16 @@ def test_planned_fine_tuning():
     assert by_gpu["GH200"] <= by_gpu["H100"] < by_gpu["RTX 4090"]
     row = finetune.plan_adapters("small", finetune.SMALL, "nf4", "RTX 4090", "rtx4090", 64)
     assert row["fits"] and row["options"] == "--lora 16 --quantize nf4 --fuse-update"
+
+
+def test_planned_8_bit_products():
+    """Of a large layer, they are faster; a step of a small model can be planned."""
+    layer = partial(fp8.product_step, fp8.TOKENS, True)
+    ratios = [row["ratio"] for row in fp8.plan_rows("layer", fp8.TOKENS, layer)]
+    assert ratios[::2] == [1, 1] and min(ratios[1::2]) > 1.5
+    step = partial(fp8.finetuning_step, finetune.SMALL, fp8.OF_MICROBATCH, 64)
+    rows = list(fp8.plan_rows("step", 64 * fp8.OF_MICROBATCH, step))
+    assert [(row["gpu"], row["dtype"]) for row in rows] == [
+        (gpu, dtype) for gpu in fp8.LLMQ for dtype in fp8.PRODUCTS
+    ]
+    assert all(row["planned_host_bytes"] > 0 for row in rows)

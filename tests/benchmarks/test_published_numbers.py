@@ -44,6 +44,24 @@ def test_planned_memory_of_programs_that_others_ran():
         assert row["ratio"] == pytest.approx(1, abs=tolerance)
 
 
+def test_8_bit_products():
+    """Check the goals of the speeds, and the sentences about losses."""
+    rows = by_name("planned/fp8.json")
+    for gpu, least in {"RTX 4090": 1.4, "H100": 1.35}.items():
+        assert rows[f"Qwen3-8B, {gpu}, fp8"]["ratio"] > least
+    losses = by_name("cpu/fp8_losses.json")
+    seeds = range(len(losses) // 3)
+    numbers = []
+    for key in ("last_loss", "validation_loss"):
+        wide, narrow = ([losses[f"{d}, seed {i}"][key] for i in seeds] for d in pages.FP8)
+        differences = [b - a for a, b in zip(wide, narrow, strict=True)]
+        numbers += [
+            f"by {min(differences):.3f} to {max(differences):.3f}",
+            f"{max(wide) - min(wide):.3f} between",
+        ]
+    assert not find_missing(numbers, "docs/matmul_fp8.md")
+
+
 def find_missing(numbers, *pages):
     """Return the numbers that the text of some pages does not have."""
     text = " ".join("".join((ROOT / p).read_text() for p in pages).replace("**", "").split())

@@ -17,6 +17,7 @@ from benchmarks import (
     deform_attention,
     deform_conv,
     dense_block,
+    fp8,
     pytorch,
     resnet,
     roi,
@@ -213,3 +214,10 @@ def test_language_model_matches_numpy():
     logits = norm(x, wide["norm"]["scale"]) @ wide["head"]["kernel"]
     got = jax.jit(lambda params: nnx.merge(graphdef, params)(jnp.asarray(tokens)))(params)
     np.testing.assert_allclose(got, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy-tailed", "sparse"])
+def test_errors_of_8_bit_products(kind):
+    wide, narrow = fp8.measure_errors(kind)
+    for name, most in {"y": 0.04, "dx": 0.08, "dkernel": 0.08}.items():
+        assert 0 < wide[name] < 0.004 < most / 2 < narrow[name] < most
