@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": MODEL, "steps": options.steps, "batch_size": BATCH, "length": LENGTH,
         "learning_rate": RATE, "last": LAST,
     }  # fmt: skip
+    command = f"python -m benchmarks.checks.fp8_losses CHECKPOINT --json {options.json}"
     for seed in range(options.seeds):
         for form in FORMS:
             if any((row["dtype"], row["seed"]) == (form, seed) for row in rows):
@@ -94,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(train(options.checkpoint, form, seed, options.steps))
             print(*(f"{key} {rows[-1][key]:.4f}" for key in ("last_loss", "validation_loss")))
             result = Result("fp8_losses", f"losses of fine-tuning {MODEL}", config, rows)
-            write_json(result, options.json, "python -m benchmarks.checks.fp8_losses")
+            write_json(result, options.json, command)
     return 0
 
 
