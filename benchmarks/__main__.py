@@ -34,6 +34,7 @@ SUBJECTS = {
     "roi": "roi_align over a feature pyramid and torchvision's: time",
     "gpu-sampling": "modelled time of the samplers on a GPU, CUDA kernels and plain XLA",
     "cross-entropy": "planned memory of the gradients of a large vocabulary",
+    "expert-mlp": "modelled time and planned memory of a mixture of experts, jax.lax.ragged_dot",
     "offload": "planned memory of offloaded steps, JAX's policies and MaxText's way",
     "fp8": "8-bit products: planned speed of effjax finetune and of a layer, and errors",
     "finetune": "planned memory and modelled time of effjax finetune by GPU, also of adapters",

@@ -112,6 +112,7 @@ PROGRAMS = {
     "torchvision": "torchvision", "plain XLA": ("plain XLA", "packed gather"),
     'effjax, `"xla"`': "effjax xla", "**effjax, native**": "effjax native",
 }  # fmt: skip
+DEVICES = {"h100": "H100", "rtx4090": "RTX 4090", "v5e": "TPU v5e"}
 QUERIES, DTYPES, PASSES = (300, 22223), ("float32", "bfloat16"), ("forward", "forward_backward")
 FP8, FORMS = ("bfloat16", "fp8"), ("float32", "bfloat16", "fp8")
 
@@ -234,6 +235,19 @@ TABLES = {
             Column('`"xla"` / native', lambda row: f"{1 / row['ratio']:.1f}×", only=NATIVE),
         ],
         ("of",),
+    ),
+    "expert_mlp": Table(
+        ["planned/expert_mlp.json"],
+        [
+            number("tokens", "tokens"),
+            Column("device", lambda row: DEVICES[row["target"]]),
+            NAME,
+            Column("time [ms]", lambda row: three_digits(row["step_seconds"] * 1e3)),
+            Column("products [ms]", lambda row: three_digits(row["product_seconds"] * 1e3)),
+            number("ratio", "ratio", 1),
+            gb("temporaries [GB]", "temp", 2),
+            gb("moved [GB]", "traffic", 0),
+        ],
     ),
     "offload_by_depth": Table(
         ["planned/offload_depths_h200.json"],

@@ -30,7 +30,7 @@ from ..ops._common.dtypes import accumulation_dtype, at_least_float32
 from ..ops._common.sharding import explicit_axes, explicit_spec, reshape
 from ..ops.attention import IMPLEMENTATIONS, dot_product_attention
 from ..ops.cross_entropy import linear_cross_entropy
-from ..ops.expert_mlp import mix_experts
+from ..ops.expert_mlp import Adapted, mix_experts
 from ..ops.fp8 import fp8_linear
 from ..ops.quantize import FORMATS, Format, Quantized, dequantize, quantized_linear
 from ..ops.quantize import quantize as quantize_array
@@ -53,12 +53,18 @@ Linear = Callable[[str, jax.Array], jax.Array]  # (name of a linear layer, x)
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Params], tuple[jax.Array, Params]]
 
 
-class Lora(NamedTuple):
-    """Static options of linear layers and of their adapters."""
+class LinearOptions(NamedTuple):
+    """Static options of all linear layers of a decoder, ``y = W x + lora_scale * B (A x)``.
 
-    scale: float = 1.0  # of B (A x)
-    dropout: float = 0.0  # the share of x that is dropped in the input of A
-    matmul: Matmul | None = None  # of W x
+    Attributes:
+        lora_scale: the factor of the adapters.
+        lora_dropout: the share of x that is dropped in the input of A.
+        matmul: the products W x; None for those in the dtype of x.
+    """
+
+    lora_scale: float = 1.0
+    lora_dropout: float = 0.0
+    matmul: Matmul | None = None
 
 
 def decoder_shapes(
@@ -256,7 +262,7 @@ def decoder_functions(
     check_config(config)
     dtype = as_dtype("dtype", config.dtype if dtype is None else dtype)
     check_choice("attention", attention, None, *IMPLEMENTATIONS)
-    lora = Lora(
+    options = LinearOptions(
         as_number("lora_scale", lora_scale, math.isfinite, "finite"),
         as_number("lora_dropout", lora_dropout, lambda a: 0 <= a < 1, "in [0, 1)"),
         check_choice("matmul", matmul, None, *get_args(Matmul)),
@@ -275,7 +281,7 @@ def decoder_functions(
             config,
             functools.partial(attend_to_tokens, config, attention),
             mlp_chunk_size,
-            lora,
+            options,
         ),
         functools.partial(_apply_head, config),
     )
@@ -365,7 +371,7 @@ def apply_layer(
     config: DecoderConfig,
     attend: Attend,
     mlp_chunk_size: int | None,
-    lora: Lora,
+    options: LinearOptions,
     params: Params,
     x: Params,
     key: Any = None,
@@ -373,18 +379,18 @@ def apply_layer(
     """Apply one layer, with the given attention; see `decoder_functions`."""
     if key is not None:
         check_dropout(config)
-    linear = functools.partial(_linear, params, lora, key=key)
+    linear = functools.partial(_linear, params, options, key=key)
     y, x = _apply_attention(config, attend, linear, params, x)
     hidden = x["hidden"] + _scaled(y, config.residual_multiplier)
 
     def mlp(hidden: jax.Array, chunk: Any) -> jax.Array:
         chunk_key = None if key is None else jax.random.fold_in(key, chunk)
-        y = _apply_mlp(config, lora, params, hidden, chunk_key)
+        y = _apply_mlp(config, options, params, hidden, chunk_key)
         return hidden + _scaled(y, config.residual_multiplier)
 
     length, size = hidden.shape[1], mlp_chunk_size
     if config.num_experts is not None:
-        y, x = _apply_experts(config, lora, params, hidden, x, key)
+        y, x = _apply_experts(config, options, params, hidden, x, key)
         hidden = hidden + _scaled(y, config.residual_multiplier)
     elif size is not None and size < length:
         # XLA cannot merge the recomputation with the forward pass, which is another loop.
@@ -464,9 +470,9 @@ def window_of_layer(config: DecoderConfig, x: Params) -> Any:
 
 
 def _apply_mlp(
-    config: DecoderConfig, lora: Lora, params: Params, hidden: jax.Array, key: Any
+    config: DecoderConfig, options: LinearOptions, params: Params, hidden: jax.Array, key: Any
 ) -> jax.Array:
-    linear = functools.partial(_linear, params, lora, key=key)
+    linear = functools.partial(_linear, params, options, key=key)
     family = FAMILIES[config.model_type]
     y = _norm(config, params, family.norms.before_mlp, hidden)
     if family.is_fused:
@@ -474,7 +480,7 @@ def _apply_mlp(
     else:
         gate, up = (linear(f"mlp.{name}_proj", y) for name in ("gate", "up"))
     down = {name: a for name, a in params.items() if name.startswith("mlp.down_proj.")}
-    y: Any = _apply_gated(lora, family.activation, down, gate, up, key)
+    y: Any = _apply_gated(options, family.activation, down, gate, up, key)
     return _norm(config, params, family.norms.after_mlp, y)
 
 
@@ -482,17 +488,16 @@ class _ExpertMatrices(NamedTuple):
     """The matrices of an expert, as a function of its parameters for `mix_experts`."""
 
     config: DecoderConfig
-    lora: Lora
+    options: LinearOptions
 
-    def __call__(self, params: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, params: Params) -> tuple[jax.Array | Adapted, ...]:
         experts = FAMILIES[self.config.model_type].experts
         assert experts is not None
         width, hidden = self.config.hidden_size, getattr(self.config, experts.size_key)
         sizes = zip(experts.matrices, (width, width, hidden), strict=True)
-        gate, up, down = (self._matrix(params, name, size) for name, size in sizes)
-        return gate, up, down
+        return tuple(self._matrix(params, name, size) for name, size in sizes)
 
-    def _matrix(self, params: Params, name: str, size: int) -> jax.Array:
+    def _matrix(self, params: Params, name: str, size: int) -> jax.Array | Adapted:
         codes, a = params.get(f"{name}.weight{CODES}"), params.get(f"{name}.lora_A.weight")
         if codes is None:
             weight = params[f"{name}.weight"]
@@ -501,21 +506,26 @@ class _ExpertMatrices(NamedTuple):
             weight = dequantize(Quantized(codes, scales), size, at_least_float32(scales).dtype)
         if a is None:
             return weight
-        return weight + self.lora.scale * (params[f"{name}.lora_B.weight"] @ a)
+        return Adapted(weight, a, self.options.lora_scale * params[f"{name}.lora_B.weight"])
 
 
 def _apply_experts(
-    config: DecoderConfig, lora: Lora, params: Params, hidden: jax.Array, x: Params, key: Any
+    config: DecoderConfig,
+    options: LinearOptions,
+    params: Params,
+    hidden: jax.Array,
+    x: Params,
+    key: Any,
 ) -> tuple[jax.Array, Params]:
     """Return what the experts add [N, T, D], and the input of the layer with its new `routing`."""
     family, count = FAMILIES[config.model_type], config.num_experts
     experts = family.experts
     assert experts is not None and count is not None and config.num_experts_per_tok is not None
     stacks = {name: a for name, a in params.items() if ".experts." in name}
-    if lora.dropout and key is not None and any(".lora_A." in name for name in stacks):
+    if options.lora_dropout and key is not None and any(".lora_A." in name for name in stacks):
         raise ValueError(
-            f"`lora_dropout` (={lora.dropout}) must be 0 for adapters of experts, whose products "
-            "are added to the matrices."
+            f"`lora_dropout` (={options.lora_dropout}) must be 0 for adapters of experts, which "
+            "have no dropout."
         )
     y = _norm(config, params, family.norms.before_mlp, hidden)
     wide = at_least_float32(y)
@@ -534,7 +544,7 @@ def _apply_experts(
         return reshape(a, (n * t, size), (explicit_spec(a)[0], None))
 
     mixed = mix_experts(
-        flatten(y), flatten(choices), flatten(weights), stacks, _ExpertMatrices(config, lora),
+        flatten(y), flatten(choices), flatten(weights), stacks, _ExpertMatrices(config, options),
         activation=family.activation, transposed=True,
     )  # fmt: skip
     mixed = reshape(mixed, y.shape, explicit_spec(y))
@@ -609,23 +619,28 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _apply_gated(
-    lora: Lora, activation: str, params: Params, gate: jax.Array, up: jax.Array, key: Any = None
+    options: LinearOptions,
+    activation: str,
+    params: Params,
+    gate: jax.Array,
+    up: jax.Array,
+    key: Any = None,
 ) -> jax.Array:
     """Apply down_proj to f(gate) * up, where f is the activation."""
     h = _ACTIVATIONS[activation][0](gate) * up
-    return _linear(params, lora, "mlp.down_proj", h, key)
+    return _linear(params, options, "mlp.down_proj", h, key)
 
 
-def _apply_gated_forward(lora, activation, params, gate, up, key):
-    y = _apply_gated(lora, activation, params, gate, up, key)
+def _apply_gated_forward(options, activation, params, gate, up, key):
+    y = _apply_gated(options, activation, params, gate, up, key)
     return y, (params, gate, up, key)
 
 
-def _apply_gated_backward(lora, activation, residuals, dy):
+def _apply_gated_backward(options, activation, residuals, dy):
     params, gate, up, key = residuals
 
     def apply(params, h):
-        return _linear(params, lora, "mlp.down_proj", h, key)
+        return _linear(params, options, "mlp.down_proj", h, key)
 
     _, pull_back = jax.vjp(functools.partial(apply, params), jnp.zeros_like(gate))
     (dh,) = pull_back(dy)
@@ -696,15 +711,17 @@ def _head_name(config: DecoderConfig) -> str:
     return "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
 
 
-def _linear(params: Params, lora: Lora, name: str, x: jax.Array, key: Any = None) -> jax.Array:
+def _linear(
+    params: Params, options: LinearOptions, name: str, x: jax.Array, key: Any = None
+) -> jax.Array:
     def multiply(x: jax.Array, matrix: str) -> jax.Array:
         weight = params[f"{name}.{matrix}"].astype(x.dtype)  # [out, in]
         return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
 
     quantized = params.get(f"{name}.weight{CODES}")
-    if quantized is not None and lora.matmul is not None:
-        raise ValueError(f"`matmul` (={lora.matmul!r}) must be None for quantized weights.")
-    if lora.matmul == "fp8":
+    if quantized is not None and options.matmul is not None:
+        raise ValueError(f"`matmul` (={options.matmul!r}) must be None for quantized weights.")
+    if options.matmul == "fp8":
         y = fp8_linear(x, params[f"{name}.weight"], transposed=True)
     elif quantized is None:
         y = multiply(x, "weight")
@@ -714,12 +731,12 @@ def _linear(params: Params, lora: Lora, name: str, x: jax.Array, key: Any = None
     if bias is not None:
         y = y + bias.astype(y.dtype)
     if f"{name}.lora_A.weight" in params:
-        scale = lora.scale
-        if lora.dropout and key is not None:
+        scale = options.lora_scale
+        if options.lora_dropout and key is not None:
             # Not hash(name), which differs between the processes of a job.
             key = jax.random.fold_in(key, zlib.crc32(name.encode()))
-            x = x * jax.random.bernoulli(key, 1 - lora.dropout, x.shape).astype(x.dtype)
-            scale /= 1 - lora.dropout  # here, because x may be narrow
+            x = x * jax.random.bernoulli(key, 1 - options.lora_dropout, x.shape).astype(x.dtype)
+            scale /= 1 - options.lora_dropout  # here, because x may be narrow
         y = y + scale * multiply(multiply(x, "lora_A.weight"), "lora_B.weight")
     return y
 

@@ -22,7 +22,7 @@ from ..ops.offload import offload_jit, offload_scan
 from ..ops.offload.placement import Space, space_of
 from .decoder import (
     Attend,
-    Lora,
+    LinearOptions,
     Params,
     apply_layer,
     attend_to_tokens,
@@ -327,7 +327,7 @@ def _run_layers(
     x |= {"layer": jnp.int32(0), **caches}
 
     def layer(params: Params, x: Params, key: Any = None) -> Params:
-        return apply_layer(config, attend, None, Lora(options.lora_scale), params, x)
+        return apply_layer(config, attend, None, LinearOptions(options.lora_scale), params, x)
 
     if space_of(jax.tree.leaves(layers)[0]) == Space.Host:
         x = offload_scan(layer, layers, x)

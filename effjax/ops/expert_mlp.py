@@ -1,7 +1,7 @@
 """The gated MLPs of a mixture of experts, without a copy of the tokens by expert.
 
 `expert_mlp` takes the matrices of the experts. `mix_experts` is its general form, for matrices that
-are computed one expert at a time: dequantized, or the sum of a frozen matrix and an adapter.
+are made of other parameters one expert at a time: dequantized, or with low-rank adapters.
 """
 
 import functools
@@ -72,13 +72,16 @@ def expert_mlp(
     gate, up, down = as_array("gate", gate), as_array("up", up), as_array("down", down)
     _check_matrices(x, gate, up, down, transposed)
     return mix_experts(
-        x, experts, weights, (gate, up, down), _as_they_are,
-        activation=activation, transposed=transposed,
-    )  # fmt: skip
+        x, experts, weights, (gate, up, down), tuple, activation=activation, transposed=transposed
+    )
 
 
-def _as_they_are(matrices: Any) -> Any:
-    return matrices
+class Adapted(NamedTuple):
+    """The matrix ``weight + a @ b``, which would round in 16 bits and is not formed."""
+
+    weight: jax.Array
+    a: jax.Array  # [inputs, rank], or transposed
+    b: jax.Array  # [rank, outputs], or transposed
 
 
 def mix_experts(
@@ -86,7 +89,7 @@ def mix_experts(
     experts: jax.Array,
     weights: jax.Array,
     parameters: Any,
-    make: Callable[[Any], tuple[jax.Array, jax.Array, jax.Array]],
+    make: Callable[[Any], tuple[jax.Array | Adapted, ...]],
     *,
     activation: str | Callable[[jax.Array], jax.Array] = "silu",
     transposed: bool = False,
@@ -95,8 +98,8 @@ def mix_experts(
 
     `parameters` is a pytree of arrays [E, ...], of any dtype. ``make(parameters of one expert)``
     returns its matrices (gate, up, down), of any floating dtype: [D, F], [D, F], [F, D], or if
-    transposed [F, D], [F, D], [D, F]. In each pass it runs one time for each expert that has
-    tokens. It is differentiated by the floating-point parameters whose gradients are needed. If
+    transposed [F, D], [F, D], [D, F]. Each may be `Adapted`. In each pass it runs one time for each
+    expert. It is differentiated by the floating-point parameters whose gradients are needed. If
     none is needed, as of frozen weights, neither are the gradients of matrices computed.
     """
     x, weights = as_array("x", x), as_array("weights", weights)
@@ -105,13 +108,10 @@ def mix_experts(
         activation = ACTIVATIONS[check_choice("activation", activation, *ACTIVATIONS)]
     leaves, structure = jax.tree.flatten(parameters)
     num_experts = leaves[0].shape[0]
-    _check_choices(x, experts, weights)
-    _check_range(known, num_experts)
+    _check_choices(x, experts, weights, known, num_experts)
     if not x.size or not experts.shape[1]:
         return x * 0
-    num_tokens, k = known_sizes(*experts.shape)
-    block = _default_block(num_tokens, k, num_experts)
-    static = _Static(make, structure, activation, transposed, block)
+    static = _Static(make, structure, activation, transposed)
 
     def run(arrays, leaves):
         arrays, leaves = match_varying((arrays, leaves))
@@ -129,11 +129,8 @@ def _merge_equal_choices(experts, weights, num_experts: int) -> tuple[jax.Array,
     experts = experts.astype("int64" if experts.dtype.itemsize == 8 else "int32")
     is_known = (experts >= 0) & (experts < num_experts)
     experts = jnp.where(is_known, experts, num_experts).astype(jnp.int32)
-    k = experts.shape[1]
-    if k == 1:
-        return experts, weights
+    choices = jnp.arange(experts.shape[1])
     first = jnp.argmax(experts[:, :, None] == experts[:, None, :], -1)  # [T, k]
-    choices = jnp.arange(k)
     merged = jnp.where(first[:, :, None] == choices, weights[:, :, None], 0).sum(1)
     return jnp.where(first == choices, experts, num_experts), merged.astype(weights.dtype)
 
@@ -143,63 +140,62 @@ class _Static(NamedTuple):
     structure: Any  # of the parameters
     activation: Callable
     transposed: bool
-    block: int
 
-    def matrices(self, leaves: Sequence[jax.Array], expert: jax.Array) -> tuple:
-        """Return the matrices of an expert."""
-        return self.make(self.structure.unflatten(_entry(a, expert) for a in leaves))
+    def matrices(self, entries: Sequence[jax.Array]) -> tuple[Adapted, Adapted]:
+        """Return gate and up as one matrix, and down, of the parameters of an expert."""
 
-    def pack(self, matrices: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """Return gate and up in one array, and down."""
-        gate, up, down = matrices
-        both = jnp.concatenate([gate, up], 0 if self.transposed else 1)
-        return both.astype(dtype), down.astype(dtype)
+        def as_adapted(m: jax.Array | Adapted) -> Adapted:
+            if isinstance(m, Adapted):
+                return m
+            pair = m[:0], m[:, :0]  # of rank 0
+            return Adapted(m, *pair) if self.transposed else Adapted(m, *pair[::-1])
 
-    def multiply(self, x: jax.Array, matrix: jax.Array) -> jax.Array:
-        """Return x @ W."""
-        return _dot(x, matrix, 1, 1 if self.transposed else 0).astype(x.dtype)
+        gate, up, down = map(as_adapted, self.make(self.structure.unflatten(entries)))
+        axis = 0 if self.transposed else 1
+        weight, a = (jnp.concatenate(pair, axis) for pair in zip(gate[:2], up[:2], strict=True))
+        return Adapted(weight, a, jax.scipy.linalg.block_diag(gate.b, up.b)), down
 
-    def multiply_transposed(self, dy: jax.Array, matrix: jax.Array) -> jax.Array:
-        """Return dy @ W.T."""
-        return _dot(dy, matrix, 1, 0 if self.transposed else 1).astype(dy.dtype)
-
-    def matrix_gradient(self, x: jax.Array, dy: jax.Array) -> jax.Array:
-        """Return the gradient of W, in float32 or wider."""
-        return _dot(dy, x, 0, 0) if self.transposed else _dot(x, dy, 0, 0)
+    def orient(self, matrices: Any) -> Any:
+        """Transpose [outputs, inputs] to [inputs, outputs], or back."""
+        return jax.tree.map(jnp.transpose, matrices) if self.transposed else matrices
 
 
-def _dot(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
-    dims = ((axis_a,), (axis_b,)), ((), ())
-    return lax.dot_general(a, b, dims, preferred_element_type=accumulation_dtype(a))
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, preferred_element_type=accumulation_dtype(a))
 
 
-class _Layout(NamedTuple):
-    """The choices of all tokens, sorted by expert."""
-
-    order: jax.Array  # [T k + block], positions in the flat choices
-    first: jax.Array  # [E], of each expert in order
-    size: jax.Array  # [E]
-    used: jax.Array  # experts, those with tokens first
-
-    @classmethod
-    def of(cls, experts: jax.Array, num_experts: int, block: int) -> "_Layout":
-        flat = experts.reshape(-1)
-        order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-        # Not searchsorted, which needs a known T.
-        numbers = jnp.arange(num_experts + 1, dtype=flat.dtype)
-        first = jnp.sum(flat < numbers[:, None], 1, dtype=jnp.int32)
-        size = jnp.diff(first)
-        used = jnp.argsort(size == 0, stable=True).astype(jnp.int32)
-        order = jnp.pad(order, (0, block))
-        return cls(order, first[:-1], size, used)
+def _multiply(x: jax.Array, matrix: Adapted) -> jax.Array:
+    """Return x @ W in float32 or wider, the sum of products that are rounded to the dtype of x."""
+    products = [_dot(x, matrix.weight)]
+    if matrix.a.size:
+        products.append(_dot(_dot(x, matrix.a).astype(x.dtype), matrix.b))
+    return sum(a.astype(x.dtype).astype(a.dtype) for a in products)
 
 
-def _entry(a: jax.Array, i: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(a, i, 0, keepdims=False)
+def _multiply_transposed(dy: jax.Array, matrix: Adapted) -> jax.Array:
+    """Return dy @ W.T."""
+    return _multiply(dy, Adapted(matrix.weight.T, matrix.b.T, matrix.a.T))
+
+
+def _gradients(x: jax.Array, dy: jax.Array, matrix: Adapted) -> Adapted:
+    """Return the gradients of the arrays of W in ``y = x @ W``, in float32 or wider."""
+    inner, dinner = (_dot(a, b).astype(x.dtype) for a, b in ((x, matrix.a), (dy, matrix.b.T)))
+    return Adapted(_dot(x.T, dy), _dot(x.T, dinner), _dot(inner.T, dy))
+
+
+_entry = functools.partial(lax.dynamic_index_in_dim, axis=0, keepdims=False)
 
 
 def _take(a: jax.Array, rows: jax.Array) -> jax.Array:
     return a.at[rows].get(mode="fill", fill_value=0)
+
+
+def _block_sizes(mean: int) -> list[int]:
+    """Return the sizes of blocks, given the mean number of tokens of an expert."""
+    # Each block reads the matrices and adds to their gradients, and the last one has rows of
+    # padding. So most tokens are in large blocks, and the rest of an expert in small ones.
+    large = min(1 << max(mean, 16).bit_length() - 1, 2048)
+    return [large, large // 4] if large >= 64 else [large]
 
 
 def _for_each_expert(static: _Static, experts, num_experts: int, body: Callable, carry: Any):
@@ -209,31 +205,44 @@ def _for_each_expert(static: _Static, experts, num_experts: int, body: Callable,
     expert, with positions in the flat choices and in the tokens. Those of padding are out of range.
     """
     num_choices, k = experts.size, experts.shape[1]
-    layout = _Layout.of(experts, num_experts, static.block)
-    num_used = min_dim(num_experts, num_choices)
-    # The planner counts this many blocks: each expert fills all but the last.
     (known_choices,) = known_sizes(num_choices)
-    most = known_choices // static.block + min(num_experts, known_choices)
-    mean_blocks = -(-most // min(num_experts, known_choices))
+    mean = -(-known_choices // min(num_experts, known_choices))
+    sizes = _block_sizes(mean)
+    flat = experts.reshape(-1)
+    order = jnp.pad(jnp.argsort(flat, stable=True).astype(jnp.int32), (0, sizes[0]))
+    # Not searchsorted, which needs a known T.
+    numbers = jnp.arange(num_experts + 1, dtype=flat.dtype)
+    firsts = jnp.sum(flat < numbers[:, None], 1, dtype=jnp.int32)
+    counts = jnp.diff(firsts)  # choices of each expert
+    used_first = jnp.argsort(counts == 0, stable=True).astype(jnp.int32)
 
     def visit(i, carry):
-        expert = layout.used[i]
-        first, size = layout.first[expert], layout.size[expert]
+        expert = used_first[i]
+        size = counts[expert]
 
         def scan_blocks(f, inner):
-            def step(n, inner):
-                start = n * static.block
-                choices = lax.dynamic_slice(layout.order, (first + start,), (static.block,))
-                is_own = start + jnp.arange(static.block) < size
-                choices = jnp.where(is_own, choices, num_choices)
-                return f(inner, choices, choices // k)
+            start, known = 0, 0
+            for block in sizes:
 
-            with set_xla_metadata(max_trip_count=mean_blocks):
-                return lax.fori_loop(0, -(-size // static.block), step, inner)
+                def step(n, inner, block=block, start=start):
+                    offset = start + n * block
+                    choices = lax.dynamic_slice(order, (firsts[expert] + offset,), (block,))
+                    is_own = offset + jnp.arange(block) < size
+                    choices = jnp.where(is_own, choices, num_choices)
+                    return f(inner, choices, choices // k)
+
+                is_last = block == sizes[-1]
+                count = (size - start + is_last * (block - 1)) // block
+                # The planner counts an expert of the mean size, and one block more for padding.
+                planned = (mean - known) // block + is_last
+                with set_xla_metadata(max_trip_count=planned):
+                    inner = lax.fori_loop(0, count, step, inner)
+                start, known = start + count * block, known + planned * block
+            return inner
 
         return body(carry, expert, scan_blocks)
 
-    return lax.fori_loop(0, num_used, visit, carry)
+    return lax.fori_loop(0, min_dim(num_experts, num_choices), visit, carry)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -242,12 +251,13 @@ def _mix(static: _Static, x, experts, weights, *leaves) -> Any:
     w = weights.reshape(-1).astype(wide)
 
     def visit(y, expert, scan_blocks):
-        both, down = static.pack(static.matrices(leaves, expert), x.dtype)
+        matrices = static.matrices([_entry(a, expert) for a in leaves])
+        both, down = static.orient(jax.tree.map(lambda a: a.astype(x.dtype), matrices))
 
         def add_block(y, choices, tokens):
-            h = _hidden(static, static.multiply(_take(x, tokens), both))
-            h = (h * _take(w, choices)[:, None]).astype(x.dtype)
-            return _add_rows(y, tokens, static.multiply(h, down))
+            gate, up = jnp.split(_multiply(_take(x, tokens), both), 2, 1)
+            h = _take(w, choices)[:, None] * (static.activation(gate) * up)
+            return _add_rows(y, tokens, _multiply(h.astype(x.dtype), down))
 
         return scan_blocks(add_block, y)
 
@@ -255,22 +265,15 @@ def _mix(static: _Static, x, experts, weights, *leaves) -> Any:
     return _for_each_expert(static, experts, leaves[0].shape[0], visit, y).astype(x.dtype)
 
 
-def _hidden(static: _Static, both: jax.Array) -> jax.Array:
-    """Return f(gate) * up in float32 or wider."""
-    gate, up = jnp.split(both.astype(accumulation_dtype(both)), 2, 1)
-    return static.activation(gate) * up
-
-
 def _add_rows(y: jax.Array, tokens: jax.Array, rows: jax.Array) -> jax.Array:
     # A token occurs at most once in a block.
-    return y.at[tokens].add(rows.astype(y.dtype), mode="drop", unique_indices=True)
+    return y.at[tokens].add(rows, mode="drop", unique_indices=True)
 
 
 def _forward(static: _Static, x, experts, weights, *leaves):
     # A residual of None has no gradient. JAX keeps the structure of residuals, not their values.
-    arrays = x, experts, weights, *leaves
     needed = [() if a.perturbed else None for a in (x, weights, *leaves)]
-    values = [a.value for a in arrays]
+    values = [a.value for a in (x, experts, weights, *leaves)]
     return _mix(static, *values), (values, needed)
 
 
@@ -278,116 +281,92 @@ def _backward(static: _Static, residuals, dy):
     (x, experts, weights, *leaves), needed = residuals
     needs_dx, needs_dw, *needs = (n is not None for n in needed)
     if isinstance(dy, SymbolicZero):
-        return None, None, None, *[None] * len(leaves)
+        return (None,) * (3 + len(leaves))
     wide = accumulation_dtype(x)
     w = weights.reshape(-1).astype(wide)
     trained = [i for i, is_needed in enumerate(needs) if is_needed]
 
     def visit(carry, expert, scan_blocks):
         dx, dw, dleaves = carry
+        entries = {i: _entry(a, expert) for i, a in enumerate(leaves)}
 
         def make(some):
-            entries = [_entry(a, expert) for a in leaves]
-            for i, a in zip(trained, some, strict=True):
-                entries[i] = a
-            return static.make(static.structure.unflatten(entries))
+            return static.matrices([*(entries | some).values()])
 
-        matrices, pull_back = jax.vjp(make, [_entry(leaves[i], expert) for i in trained])
-        both, down = static.pack(matrices, x.dtype)
+        matrices, pull_back = jax.vjp(make, {i: entries[i] for i in trained})
+        both, down = static.orient(jax.tree.map(lambda a: a.astype(x.dtype), matrices))
 
         def add_block(carry, choices, tokens):
             dx, dw, sums = carry
             x_block, dy_block = _take(x, tokens), _take(dy, tokens)
             share = _take(w, choices)[:, None]
-            hidden = static.multiply(x_block, both).astype(wide)
-            h, pull_back = jax.vjp(functools.partial(_hidden, static), hidden)
-            dh = static.multiply_transposed(dy_block, down).astype(wide)
+            gate, up = jnp.split(_multiply(x_block, both), 2, 1)
+            h, pull_back = jax.vjp(lambda gate, up: static.activation(gate) * up, gate, up)
+            dh = _multiply_transposed(dy_block, down)
             if needs_dw:
                 dw = dw.at[choices].set(jnp.sum(h * dh, 1), mode="drop", unique_indices=True)
-            dhidden = pull_back(share * dh)[0].astype(x.dtype)
+            dgate, dup = pull_back(share * dh)
+            # XLA would not fuse a concatenation with the functions before it.
+            dhidden = jnp.where(jnp.arange(2)[:, None] == 0, dgate[:, None], dup[:, None])
+            dhidden = dhidden.reshape(len(tokens), 2 * h.shape[1]).astype(x.dtype)
             if needs_dx:
-                dx = _add_rows(dx, tokens, static.multiply_transposed(dhidden, both))
+                dx = _add_rows(dx, tokens, _multiply_transposed(dhidden, both))
             if trained:
                 h = (share * h).astype(x.dtype)
-                sums = (
-                    sums[0] + static.matrix_gradient(x_block, dhidden),
-                    sums[1] + static.matrix_gradient(h, dy_block),
-                )
+                new = _gradients(x_block, dhidden, both), _gradients(h, dy_block, down)
+                sums = jax.tree.map(jnp.add, sums, static.orient(new))
             return dx, dw, sums
 
-        sums = [zeros(a.shape, wide, x) for a in ((both, down) if trained else ())]
-        dx, dw, sums = scan_blocks(add_block, (dx, dw, tuple(sums)))
+        # XLA drops the sums of matrices that do not depend on trained parameters.
+        sums = jax.tree.map(lambda a: zeros(a.shape, wide, x), matrices if trained else ())
+        dx, dw, sums = scan_blocks(add_block, (dx, dw, sums))
         if trained:
-            dgate, dup = jnp.split(sums[0], 2, 0 if static.transposed else 1)
-            cotangents = (dgate, dup, sums[1])
-            dmatrices = [d.astype(a.dtype) for d, a in zip(cotangents, matrices, strict=True)]
-            (entries,) = pull_back(tuple(dmatrices))
-            dleaves = [
-                lax.dynamic_update_index_in_dim(d, a, expert, 0)
-                for d, a in zip(dleaves, entries, strict=True)
-            ]
+            (new,) = pull_back(jax.tree.map(lambda d, a: d.astype(a.dtype), sums, matrices))
+            write = functools.partial(lax.dynamic_update_index_in_dim, index=expert, axis=0)
+            dleaves = jax.tree.map(write, dleaves, new)
         return dx, dw, dleaves
 
     carry = (
         zeros(x.shape, wide, x) if needs_dx else None,
         zeros(w.shape, wide, x) if needs_dw else None,
-        [zeros(leaves[i].shape, leaves[i].dtype, x) for i in trained],
+        {i: zeros(leaves[i].shape, leaves[i].dtype, x) for i in trained},
     )
     dx, dw, dleaves = _for_each_expert(static, experts, leaves[0].shape[0], visit, carry)
-    gradients = dict(zip(trained, dleaves, strict=True))
     return (
         None if dx is None else dx.astype(x.dtype),
         None,
         None if dw is None else dw.reshape(weights.shape).astype(weights.dtype),
-        *(gradients.get(i) for i in range(len(leaves))),
+        *(dleaves.get(i) for i in range(len(leaves))),
     )
 
 
 _mix.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _default_block(num_tokens: int, k: int, num_experts: int) -> int:
-    """Return a power of two that is about a quarter of the mean number of tokens of an expert."""
-    mean = num_tokens * k // num_experts
-    return int(np.clip(1 << max(mean // 4, 1).bit_length() - 1, 16, 1024))
-
-
-def _check_choices(x: jax.Array, experts: jax.Array, weights: jax.Array) -> None:
+def _check_choices(x, experts, weights, known: Any, num_experts: int) -> None:
+    """Raise an error for wrong shapes, and for numbers of experts if they are known."""
     if x.ndim != 2:
         raise ValueError(f"`x` of shape {x.shape} must be [T, D].")
     if experts.ndim != 2 or experts.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"`experts` of shape {experts.shape} must be [T, k], with the T of `x` {x.shape}."
-        )
+        raise ValueError(f"`experts` of shape {experts.shape} must be [T, k] for `x` {x.shape}.")
     if weights.shape != experts.shape:
-        raise ValueError(
-            f"`weights` of shape {weights.shape} must be {experts.shape}, as `experts`."
-        )
-
-
-def _check_range(experts: Any, num_experts: int) -> None:
+        raise ValueError(f"`weights` of shape {weights.shape} must be {experts.shape}.")
     # Of arrays of several processes, each would see its part.
-    if isinstance(experts, Tracer) or not getattr(experts, "is_fully_addressable", True):
+    if isinstance(known, Tracer) or not getattr(known, "is_fully_addressable", True):
         return
-    experts = np.asarray(experts)  # not a jax.numpy function, which jit around this would trace
-    wrong = experts[(experts < 0) | (experts >= num_experts)]
+    known = np.asarray(known)  # not a jax.numpy function, which jit around this would trace
+    wrong = known[(known < 0) | (known >= num_experts)]
     if wrong.size:
         raise ValueError(f"`experts` has {wrong[0]}, but must be in [0, {num_experts}).")
 
 
 def _check_matrices(x, gate, up, down, transposed: bool) -> None:
     if x.ndim != 2:
-        raise ValueError(f"`x` of shape {x.shape} must be [T, D].")
-    axes = ("[E, F, D]", "[E, D, F]") if transposed else ("[E, D, F]", "[E, F, D]")
-    width = x.shape[1]
-    if gate.ndim != 3 or gate.shape[2 if transposed else 1] != width or not gate.shape[0]:
-        raise ValueError(
-            f"`gate` of shape {gate.shape} must be {axes[0]}, with D = {width}, as `x`, and E at "
-            "least 1."
-        )
-    if up.shape != gate.shape:
-        raise ValueError(f"`up` of shape {up.shape} must be {gate.shape}, as `gate`.")
-    if down.shape != (gate.shape[0], gate.shape[2], gate.shape[1]):
-        raise ValueError(
-            f"`down` of shape {down.shape} must be {axes[1]}, for `gate` of {gate.shape}."
-        )
+        return  # `mix_experts` raises the error
+    if gate.ndim != 3 or not gate.shape[0]:
+        raise ValueError(f"`gate` of shape {gate.shape} must have three axes, E at least 1.")
+    e, f, d = gate.shape[0], gate.shape[1 if transposed else 2], x.shape[1]
+    into, out = ((e, f, d), (e, d, f)) if transposed else ((e, d, f), (e, f, d))
+    for name, a, shape in ("gate", gate, into), ("up", up, into), ("down", down, out):
+        if a.shape != shape:
+            raise ValueError(f"`{name}` of shape {a.shape} must be {shape}, for `x` {x.shape}.")

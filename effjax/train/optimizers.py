@@ -1,6 +1,7 @@
 """Learning rates and optimizers of training runs."""
 
 import math
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from ..optimizers import (
 )
 
 B1, B2, EPSILON = 0.9, 0.95, 1e-8  # of AdamW
+# Names of the weights of linear layers; Mixtral calls those of experts w1, w2 and w3.
+_LINEAR = re.compile(r"(self_attn|mlp|\w+\.experts)\.(\w+_proj|w[123])\.weight")
 LOWEST = 0.1  # of the largest learning rate, at the start and at the end of a run with warmup
 
 
@@ -155,8 +158,11 @@ def is_adamw(path: Any, leaf: Any) -> bool:
 
 
 def is_linear(name: str) -> bool:
-    """Return True for the weight of a linear layer of attention, an MLP or an expert."""
-    return name.endswith("_proj.weight") or ".experts." in name
+    """Return True for the weight of a linear layer of attention, an MLP or an expert.
+
+    Biases, norms, routers, the embedding, the head and the matrices of adapters are none.
+    """
+    return _LINEAR.fullmatch(name) is not None
 
 
 def _matrix_axes(params: Any) -> Any:

@@ -177,7 +177,7 @@ def dropped(rate, key, shape, name="mlp.down_proj"):
     ones, eye = jnp.ones(shape), jnp.eye(shape[-1])
     params = {f"{name}.{end}": eye for end in ("lora_A.weight", "lora_B.weight")}
     params |= {f"{name}.weight": jnp.zeros_like(eye)}
-    return decoder._linear(params, decoder.Lora(1.0, rate), name, ones, key)
+    return decoder._linear(params, decoder.LinearOptions(1.0, rate), name, ones, key)
 
 
 def test_dropout_of_adapters(x64):
@@ -206,7 +206,7 @@ def test_gradient_of_the_mlp(x64, activation, rate):
     def apply(*arrays):
         *params, gate, up = arrays
         params = {f"mlp.down_proj.{name}": a for name, a in zip(names, params, strict=True)}
-        return decoder._apply_gated(decoder.Lora(0.5, rate), activation, params, gate, up, key)
+        return decoder._apply_gated(decoder.LinearOptions(0.5, rate), activation, params, gate, up, key)
 
     def formula(weight, bias, a, b, gate, up):
         f = {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu}[activation]
@@ -255,7 +255,7 @@ def test_gradient_of_the_mlp_in_8_bits():
     rng = np.random.default_rng(0)
     sizes = (4, 6), (2, 3, 6), (2, 3, 6), (2, 3, 4)
     *arrays, dy = (jnp.asarray(rng.normal(size=size), "float32") for size in sizes)
-    lora = decoder.Lora(matmul="fp8")
+    lora = decoder.LinearOptions(matmul="fp8")
 
     def apply(weight, gate, up):
         params = {"mlp.down_proj.weight": weight}
