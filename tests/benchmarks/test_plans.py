@@ -11,6 +11,7 @@ from benchmarks import (
     deform_attention,
     dense_block,
     densenet,
+    expert_mlp,
     finetune,
     fp8,
     gpu_sampling,
@@ -82,6 +83,13 @@ def test_planned_cross_entropy():
     assert result.name == "cross_entropy_512_l4" and result.notes[0].startswith("Sequences of 32")
     names = [(row["of"], row["name"]) for row in result.rows]
     assert names == [("head", "effjax"), ("model", "effjax")]
+
+
+def test_planned_experts():
+    (row,) = expert_mlp.plan_programs(expert_mlp.SMALL, 64, "l4", ["effjax.expert_mlp"])
+    assert row["of"] == "64 tokens, l4" and row["temp_bytes"] > 0
+    assert row["product_flops"] == 6 * 64 * 2 * 3 * 256 * 128 < row["flops"]
+    assert row["step_seconds"] > row["product_seconds"] > 0
 
 
 def test_published():

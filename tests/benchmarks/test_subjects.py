@@ -17,6 +17,7 @@ from benchmarks import (
     deform_attention,
     deform_conv,
     dense_block,
+    expert_mlp,
     fp8,
     pytorch,
     resnet,
@@ -102,6 +103,19 @@ def test_losses_of_cross_entropy_agree():
         gradients.append(jax.jit(fn)(params, jnp.ones((2, 33), int)))
     for actual in gradients[1:]:
         jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), actual, gradients[0])
+
+
+def test_gradients_of_experts_agree():
+    rng = np.random.default_rng(0)
+    layer = dict(zip(expert_mlp.SMALL, (3, 2, 4, 6), strict=True))
+    gradients = []
+    for program in expert_mlp.PROGRAMS.values():
+        step, experts, *shapes = expert_mlp.gradient_step(program, layer, 20)
+        if not gradients:
+            arrays = [rng.normal(size=a.shape).astype("f4") for a in shapes]
+            chosen = np.argsort(rng.random((20, 3)))[:, :2].astype(experts.dtype)
+        gradients.append(jax.jit(step)(chosen, *arrays))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), *gradients)
 
 
 @pytest.mark.exhaustive

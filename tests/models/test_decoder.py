@@ -206,7 +206,9 @@ def test_gradient_of_the_mlp(x64, activation, rate):
     def apply(*arrays):
         *params, gate, up = arrays
         params = {f"mlp.down_proj.{name}": a for name, a in zip(names, params, strict=True)}
-        return decoder._apply_gated(decoder.LinearOptions(0.5, rate), activation, params, gate, up, key)
+        return decoder._apply_gated(
+            decoder.LinearOptions(0.5, rate), activation, params, gate, up, key
+        )
 
     def formula(weight, bias, a, b, gate, up):
         f = {"silu": jax.nn.silu, "gelu_pytorch_tanh": jax.nn.gelu}[activation]

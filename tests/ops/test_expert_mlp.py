@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from effjax import expert_mlp
-from effjax.ops.expert_mlp import mix_experts
+from effjax.ops.expert_mlp import Adapted, mix_experts
 from effjax.ops.quantize import Quantized, dequantize, quantize
 from tests import oracles
 from tests.contexts import assert_trees_close
@@ -118,13 +118,19 @@ def test_activation_as_a_function(x64):
 
 
 def make_adapted(entry):
-    """Return the matrices of an expert: of 8 bits, frozen, and pairs of adapters."""
+    """Return the matrices of an expert: of 8 bits, frozen, and pairs of adapters but for up."""
     matrices = []
     for name in MATRICES:
         size = entry[name, "a"].shape[1]
         weight = dequantize(Quantized(*entry[name, "w"]), size, jnp.float32)
-        matrices.append(weight + entry[name, "b"] @ entry[name, "a"])
+        pair = entry[name, "a"], entry[name, "b"]
+        matrices.append(weight if name == "up" else Adapted(weight, *pair))
     return tuple(matrices)
+
+
+def add_adapters(entry):
+    """Return the sums of these matrices and the products of their adapters."""
+    return tuple(m.weight + m.b @ m.a if isinstance(m, Adapted) else m for m in make_adapted(entry))
 
 
 def test_quantized_matrices_with_adapters():
@@ -146,7 +152,7 @@ def test_quantized_matrices_with_adapters():
         return mix_experts(x, *rest, frozen | pairs, make_adapted, transposed=True)
 
     def definition(x, pairs):
-        matrices = jax.vmap(make_adapted)(frozen | pairs)
+        matrices = jax.vmap(add_adapters)(frozen | pairs)
         named = dict(zip(MATRICES, matrices, strict=True))
         return oracles.expert_mlp(x, *rest, **named, transposed=True)
 
@@ -157,3 +163,35 @@ def test_quantized_matrices_with_adapters():
         for f in (apply, definition)
     )
     assert_trees_close(got, want, 1e-5)
+
+
+def test_adapters_below_the_rounding_of_16_bits(x64):
+    """The sum of the matrix and the adapter would round to the matrix."""
+    params, batch = make_experts(40, 2, width=8, hidden=6)
+    rng = np.random.default_rng(1)
+    signs = np.tile([1.0, -1.0], (40, 4))
+    pairs = {"a": np.tile([[1.0], [0.0]], (5, 4, 1)), "b": 2**-9 * rng.uniform(1, 2, (5, 1, 6))}
+    experts = batch["experts"]
+
+    def apply(dtype, make, pairs, weights):
+        x, dy = (jnp.asarray(a, dtype) for a in (signs, batch["w"]))
+        down = jnp.asarray(params["down"], dtype)
+        ones = jnp.ones(params["gate"].shape, dtype)  # x @ ones = 0
+
+        def mix(pairs, weights):
+            return mix_experts(x, experts, weights, (ones, down, pairs), make)
+
+        y, pull_back = jax.vjp(mix, pairs, jnp.asarray(weights, dtype))
+        return y, *pull_back(dy)
+
+    def make(entry):
+        matrix = Adapted(entry[0], entry[2]["a"], entry[2]["b"])
+        return matrix, matrix, entry[1]
+
+    def add(entry):
+        matrix = entry[0] + entry[2]["a"] @ entry[2]["b"]
+        return matrix, matrix, entry[1]
+
+    got = apply("bfloat16", make, jax.tree.map(jnp.float32, pairs), batch["weights"])
+    want = apply("float64", add, pairs, batch["weights"])
+    assert_trees_close(got, want, 2e-2)
