@@ -70,7 +70,7 @@ def words(header: str, template: str) -> Column:
 def show_name(row: Row) -> str:
     """Return the name of a program in Markdown, with code, and in bold if it is effjax's."""
     name = row["name"].replace("checkpoint a ", "checkpoint per ")
-    name = re.sub(r'jax\.checkpoint|\w+=("\w+"|\w+)', r"`\g<0>`", name)
+    name = re.sub(r'jax\.(checkpoint|lax\.\w+)|\w+=("\w+"|\w+)', r"`\g<0>`", name)
     ours = row["name"] in row.get("ours", ())
     return f"**{name}**" if ours else re.sub(r"^effjax[\w.]*", r"**\g<0>**", name)
 
