@@ -579,6 +579,30 @@ def test_experts_have_no_chunks_and_no_dropout_of_adapters():
         jax.eval_shape(layer, params | a, x, jax.random.key(0))
 
 
+@vary("dtype, tolerance", [("float64", 1e-12), ("bfloat16", 3e-2)])
+def test_adapters_of_experts(dtype, tolerance, x64):
+    """As in the sum of each matrix and its adapter, in float64."""
+    config = config_of("qwen3_moe", dtype=dtype)
+    rng = np.random.default_rng(0)
+    shapes = decoder_shapes(config)[0]
+    params = {name: jnp.asarray(rng.normal(size=a.shape[1:]), dtype) for name, a in shapes.items()}
+    wide = {name: jnp.asarray(a, "float64") for name, a in params.items()}
+    pairs, sums = {}, {}
+    for name in ("gate_proj", "down_proj"):  # up has none
+        e, outputs, inputs = params[f"mlp.experts.{name}.weight"].shape
+        a, b = rng.normal(size=(e, 2, inputs)), rng.normal(size=(e, outputs, 2))
+        pairs |= {f"mlp.experts.{name}.lora_A.weight": a, f"mlp.experts.{name}.lora_B.weight": b}
+        sums[f"mlp.experts.{name}.weight"] = wide[f"mlp.experts.{name}.weight"] + 0.5 * b @ a
+    hidden = jnp.asarray(rng.normal(size=(2, 9, config.hidden_size)), dtype)
+
+    def apply(params, hidden):
+        options = decoder.LinearOptions(0.5)
+        return decoder._apply_experts(config, options, params, hidden, {}, None)[0]
+
+    got = apply(params | pairs, hidden)
+    assert_trees_close(got, apply(wide | sums, jnp.asarray(hidden, "float64")), tolerance)
+
+
 def test_dropout_of_config_json_is_refused_in_training():
     config = DecoderConfig.from_json(CONFIGS["llama2"] | {"attention_dropout": 0.1})
     layer, params, x = abstract_layer(config)

@@ -11,15 +11,16 @@ import optax
 import pytest
 
 from effjax import offload_jit, offload_train_step, to_device, to_host
-from effjax.models import DecoderConfig, decoder_functions, init_decoder
+from effjax.models import DecoderConfig, decoder_functions, decoder_shapes, init_decoder
 from effjax.models.scan import scan_layers
 from effjax.ops.quantize import dequantize, quantize
 from effjax.train.errors import TrainError
 from effjax.train.mesh import global_batch, make_mesh
-from effjax.train.optimizers import make_optimizer
+from effjax.train.optimizers import is_linear, make_optimizer
 from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.learner import is_adapter
 from effjax.train.text.learner import make_learner as make_learner_of
+from tests.convert.decoders import CONFIGS, config_of
 from tests.tiers import vary
 
 MODEL = DecoderConfig(
@@ -527,3 +528,12 @@ def test_8_bit_moments():
     codes = [a for a in jax.tree.leaves(state.model.layers_state) if a.dtype.itemsize == 1]
     large = {"mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"}
     assert sum(a.size for a in codes) == 2 * sum(state.model.layers[n].size for n in large)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_linear_layers_are_those_with_a_quantized_form(name):
+    config = config_of(name)
+    plain, quantized = (decoder_shapes(config, quantize=form)[0] for form in (None, "nf4"))
+    linear = {name for name in plain if is_linear(name)}
+    assert linear == plain.keys() - quantized.keys() and len(linear) in (4, 7)
+    assert not any(is_linear(name.replace(".weight", ".lora_A.weight")) for name in plain)
