@@ -18,7 +18,6 @@ from .results import Result, Size
 QWEN3_30B_A3B = dict(experts=128, experts_per_token=8, width=2048, hidden=768)
 SMALL = dict(experts=4, experts_per_token=2, width=256, hidden=128)
 GPUS = "h100", "rtx4090"
-TPU = "v5e"
 NOTES = [
     "All gradients in bfloat16, given that of y. products: the time of those of the forward and "
     "the backward pass without recomputation, 6 FLOPs for each parameter of an expert and each "

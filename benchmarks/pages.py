@@ -112,7 +112,7 @@ PROGRAMS = {
     "torchvision": "torchvision", "plain XLA": ("plain XLA", "packed gather"),
     'effjax, `"xla"`': "effjax xla", "**effjax, native**": "effjax native",
 }  # fmt: skip
-DEVICES = {"h100": "H100", "rtx4090": "RTX 4090", "v5e": "TPU v5e"}
+DEVICES = {"h100": "H100", "rtx4090": "RTX 4090"}
 QUERIES, DTYPES, PASSES = (300, 22223), ("float32", "bfloat16"), ("forward", "forward_backward")
 FP8, FORMS = ("bfloat16", "fp8"), ("float32", "bfloat16", "fp8")
 
