@@ -166,10 +166,12 @@ def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _multiply(x: jax.Array, matrix: Adapted) -> jax.Array:
     """Return x @ W in float32 or wider, the sum of products that are rounded to the dtype of x."""
-    products = [_dot(x, matrix.weight)]
+    wide = accumulation_dtype(x)
+    y = _dot(x, matrix.weight).astype(x.dtype).astype(wide)
     if matrix.a.size:
-        products.append(_dot(_dot(x, matrix.a).astype(x.dtype), matrix.b))
-    return sum(a.astype(x.dtype).astype(a.dtype) for a in products)
+        inner = _dot(x, matrix.a).astype(x.dtype)
+        y += _dot(inner, matrix.b).astype(x.dtype).astype(wide)
+    return y
 
 
 def _multiply_transposed(dy: jax.Array, matrix: Adapted) -> jax.Array:
