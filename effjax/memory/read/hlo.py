@@ -135,13 +135,14 @@ class HloModule:
         """Return the number of iterations of a while loop, or None if it is unknown."""
         # Where the number is data, `set_xla_metadata(max_trip_count=…)` around the loop states a
         # bound of it. XLA's own count comes first.
+        root = self.computations[called(loop, "condition")[0]][-1]
         stated = r'"known_trip_count":\{"n":"(\d+)"', r'\bmax_trip_count="(\d+)"'
         for pattern in stated:
-            if trips := re.search(pattern, loop.attributes):
+            # custom_partitioning keeps the attributes of the condition, and not of the loop.
+            if trips := re.search(pattern, f"{loop.attributes} {root.attributes}"):
                 return int(trips[1])
         # The compiler for TPUs does not state it, nor that for GPUs if the bound is in the state of
         # the loop. A scan compares its counter with a constant.
-        root = self.computations[called(loop, "condition")[0]][-1]
         compare, names = root, operand_names(root)
         if root.opcode == "fusion":
             compare = self.computations[called(root, "calls")[0]][-1]
