@@ -5,6 +5,8 @@ from .adapter import load_adapter as load_adapter
 from .adapter import save_adapter as save_adapter
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
+from .detector import load_detector as load_detector
+from .detector import save_detector as save_detector
 from .files import load_weights as load_weights
 from .files import save_weights as save_weights
 from .tables import DCNV3 as DCNV3

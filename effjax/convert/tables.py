@@ -12,8 +12,8 @@ class Table(NamedTuple):
 
     A row applies to a module and everything in it; the first matching row counts. Names below the
     module, and modules without a row, are the same in both. Letters in braces are numbers, and
-    `{i+2}` is `{i}` plus two. Modules of effjax are named as in nnx, `blocks.0.layers.1`, which
-    also stands for linen's `blocks_0/layers_1`.
+    `{i+2}` is `{i}` plus two, `{i-2}` minus two. Modules of effjax are named as in nnx,
+    `blocks.0.layers.1`, which also stands for linen's `blocks_0/layers_1`.
 
     Attributes:
         rows: maps PyTorch's names to effjax's.
@@ -115,6 +115,46 @@ TORCHVISION_RETINANET = Table(
     _BEFORE_0_14,
 )
 
+# RT-DETR as transformers names it in files, prefix `model`. Shortcuts begin with a pool, except in
+# the first stage.
+RT_DETR = Table(
+    {
+        "backbone.model.embedder.embedder.{i}.convolution": "backbone.stem_conv.{i}",
+        "backbone.model.embedder.embedder.{i}.normalization": "backbone.stem_norm.{i}",
+        "backbone.model.encoder.stages.{i}.layers.{j}.layer.{k-1}.convolution": (
+            "backbone.stages.{i}.{j}.conv{k}"
+        ),
+        "backbone.model.encoder.stages.{i}.layers.{j}.layer.{k-1}.normalization": (
+            "backbone.stages.{i}.{j}.norm{k}"
+        ),
+        "backbone.model.encoder.stages.0.layers.{j}.shortcut.convolution": (
+            "backbone.stages.0.{j}.shortcut"
+        ),
+        "backbone.model.encoder.stages.0.layers.{j}.shortcut.normalization": (
+            "backbone.stages.0.{j}.shortcut_norm"
+        ),
+        "backbone.model.encoder.stages.{i}.layers.{j}.shortcut.1.convolution": (
+            "backbone.stages.{i}.{j}.shortcut"
+        ),
+        "backbone.model.encoder.stages.{i}.layers.{j}.shortcut.1.normalization": (
+            "backbone.stages.{i}.{j}.shortcut_norm"
+        ),
+        "encoder_input_proj.{i}.0": "encoder_input_proj.{i}.conv",
+        "encoder_input_proj.{i}.1": "encoder_input_proj.{i}.norm",
+        "decoder_input_proj.{i}.0": "decoder_input_proj.{i}.conv",
+        "decoder_input_proj.{i}.1": "decoder_input_proj.{i}.norm",
+        "encoder.encoder.{i}.layers.{j}": "encoder.encoder.{i}.{j}",
+        "enc_output.0": "enc_output",
+        "enc_output.1": "enc_output_norm",
+    },
+    # The names of transformers 5 in memory.
+    older=(
+        (r"encoder\.aifi\.", "encoder.encoder."),
+        (r"\.o_proj\.", ".out_proj."),
+        (r"\.mlp\.(fc\d)", r".\1"),
+    ),
+)
+
 DEFORM_CONV = Table(
     {"conv_offset": "offset_conv"},
     older=((r"conv_offset_mask\.", "conv_offset."), (r"(conv\d+)_offset\.", r"\1.conv_offset.")),
@@ -204,7 +244,7 @@ def _torch_name(path: str, table: Table, below: str) -> str:
 def _numbered(name: str, found: re.Match) -> str:
     """Fill in the numbers of a name."""
     return re.sub(
-        r"{(\w)(\+\d)?}", lambda number: str(int(found[number[1]]) + int(number[2] or 0)), name
+        r"{(\w)([+-]\d)?}", lambda number: str(int(found[number[1]]) + int(number[2] or 0)), name
     )
 
 

@@ -60,21 +60,28 @@ def attend(
     Returns:
         [N, Q, C].
     """
-    n, queries, _ = offsets.shape
+    n = offsets.shape[0]
     if padding_mask is not None:
         padding_mask = as_mask("padding_mask", padding_mask, "value", value.shape[:2])
         value = jnp.where(padding_mask[..., None], 0, value)
-    heads, levels = (n, queries, num_heads), len(shapes)
-    count = offsets.shape[-1] // (2 * num_heads * levels)
-    offsets = at_least_float32(offsets).reshape(*heads, levels, count, 2)
-    weights = jax.nn.softmax(at_least_float32(logits).reshape(*heads, levels * count))
     return ms_deform_attn(
         value.reshape(n, value.shape[1], num_heads, value.shape[-1] // num_heads),
         shapes,
-        _locations(reference_points, offsets, shapes),
-        weights.reshape(offsets.shape[:-1]),
+        *sample(offsets, logits, reference_points, shapes, num_heads),
         **options,
     )
+
+
+def sample(
+    offsets: jax.Array, logits: jax.Array, reference_points: Any,
+    shapes: tuple[tuple[int, int], ...], num_heads: int,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Return the locations [N, Q, M, L, P, 2] and the weights [N, Q, M, L, P] of `attend`."""
+    heads, levels = (*offsets.shape[:2], num_heads), len(shapes)
+    count = offsets.shape[-1] // (2 * num_heads * levels)
+    offsets = at_least_float32(offsets).reshape(*heads, levels, count, 2)
+    weights = jax.nn.softmax(at_least_float32(logits).reshape(*heads, levels * count))
+    return _locations(reference_points, offsets, shapes), weights.reshape(offsets.shape[:-1])
 
 
 def _locations(

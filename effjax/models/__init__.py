@@ -33,6 +33,8 @@ from .resnet import resnext101_32x8d as resnext101_32x8d
 from .resnet import resnext101_64x4d as resnext101_64x4d
 from .resnet import wide_resnet50_2 as wide_resnet50_2
 from .resnet import wide_resnet101_2 as wide_resnet101_2
+from .rt_detr import RTDetr as RTDetr
+from .rt_detr_config import RTDetrConfig as RTDetrConfig
 
 
 def __dir__() -> list[str]:

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from ..layers.images import check_dtypes, compute_dtype, promote_dtypes
 from ..nnx.conv import cast_parameters
 from ..ops._common.arguments import as_integer, as_real_array, check_choice
+from ..ops._common.sharding import explicit_spec, reshape
 from .images import as_sizes
 
 glorot_uniform = nnx.initializers.glorot_uniform()
@@ -181,4 +182,5 @@ def upsample(x: jax.Array, sides: tuple[int, ...]) -> jax.Array:
     height, width = sides
     n, h, w, c = x.shape
     doubled = jnp.broadcast_to(x[:, :, None, :, None, :], (n, h, 2, w, 2, c))
-    return doubled.reshape(n, 2 * h, 2 * w, c)[:, :height, :width]
+    doubled = reshape(doubled, (n, 2 * h, 2 * w, c), explicit_spec(x))
+    return doubled[:, :height, :width]

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from ..layers.batch_norm import normalize_inference
-from ..layers.images import he_normal, lecun_normal, norm_options
+from ..layers.images import ImageLayerConfig, he_normal, lecun_normal, norm_options
 from ..nnx.batch_norm import BatchNorm
 from ..nnx.conv import cast_parameters, make_conv
 from ..nnx.deform_conv import DeformConv
@@ -45,6 +45,8 @@ class ResNetConfig(ImageNetworkConfig):
     inner_width: int | None = None
     feature_group_count: int = 1
     stride_in_1x1: bool = False
+    deep_stem: bool = False
+    pool_shortcut: bool = False
     stage_with_dcn: Sequence[bool] = ()
     modulated: bool = True
     offset_groups: int = 1
@@ -69,6 +71,11 @@ class ResNetConfig(ImageNetworkConfig):
             raise ValueError(
                 f"`inner_width` (={self.inner_width}) and `feature_group_count` "
                 f"(={self.feature_group_count}) need bottleneck=True."
+            )
+        if self.deep_stem and (self.small_inputs or self.width % 2):
+            raise ValueError(
+                f"`deep_stem` needs small_inputs=False (={self.small_inputs}) and an even `width` "
+                f"(={self.width})."
             )
         check_divides(
             "feature_group_count", self.feature_group_count, self.inner_width or self.width,
@@ -118,6 +125,11 @@ class ResNet(ImageNetwork, ResNetConfig):
         feature_group_count: groups of the 3x3 convolutions of bottlenecks (ResNeXt).
         stride_in_1x1: apply a bottleneck's stride in its first convolution, as Caffe's models and
             maskrcnn-benchmark do, instead of in its 3x3 convolution.
+        deep_stem: three 3x3 convolutions with BN and ReLU instead of the 7x7 convolution of the
+            stem, the first with stride 2 and the first two with half the channels.
+        pool_shortcut: average 2x2 pixels in the shortcuts of blocks with stride 2, before a
+            convolution without stride. The first block of every stage then has a convolution in its
+            shortcut. With `deep_stem`, this is the ResNet-vd of RT-DETR (He et al. 2019).
         stage_with_dcn: for each stage, True to make `conv2` of its blocks deformable (the 3x3
             convolution of a bottleneck), with its stride; () for no deformable stage.
         modulated: DCN v2 (offsets and masks) instead of v1 (offsets).
@@ -153,7 +165,7 @@ class ResNet(ImageNetwork, ResNetConfig):
     References:
         He et al. 2016 (arXiv:1512.03385); Zagoruyko & Komodakis 2016 (arXiv:1605.07146); Xie et al.
         2017 (arXiv:1611.05431); Dai et al. 2017 (arXiv:1703.06211); Zhu et al. 2018
-        (arXiv:1811.11168).
+        (arXiv:1811.11168); He et al. 2019 (arXiv:1812.01187).
     """
 
     in_channels: int = 3
@@ -163,17 +175,25 @@ class ResNet(ImageNetwork, ResNetConfig):
         super().__post_init__()
         self.in_channels = as_integer("in_channels", self.in_channels, 1)
         conv = functools.partial(make_conv, param_dtype=self.param_dtype, rngs=rngs)
-        if self.small_inputs:
-            self.stem_conv = conv(self.in_channels, self.width, 3)
+        norm = self._norm(0, rngs)
+        self.stem_conv: Any
+        self.stem_norm: Any
+        if self.deep_stem:
+            widths = (self.width // 2, self.width // 2, self.width)
+            inputs = zip((self.in_channels, *widths), widths, (2, 1, 1), strict=False)
+            self.stem_conv = nnx.List([conv(a, b, 3, strides) for a, b, strides in inputs])
+            self.stem_norm = nnx.List([norm(width) for width in widths])
         else:
-            self.stem_conv = conv(self.in_channels, self.width, 7, 2)
-        self.stem_norm = self._norm(0, rngs)(self.width)
+            size, strides = (3, 1) if self.small_inputs else (7, 2)
+            self.stem_conv = conv(self.in_channels, self.width, size, strides)
+            self.stem_norm = norm(self.width)
         stages, channels = [], self.width
         for stage, num_blocks in enumerate(self.stage_sizes):
             blocks = []
             for i in range(num_blocks):
                 strides = 2 if stage > 0 and i == 0 else 1
-                blocks.append(self._make_block(stage, channels, strides, conv, rngs))
+                pool = self.pool_shortcut and i == 0
+                blocks.append(self._make_block(stage, channels, strides, pool, conv, rngs))
                 channels = self.feature_channels[stage]
             stages.append(nnx.List(blocks))
         self.stages = nnx.List(stages)
@@ -219,13 +239,13 @@ class ResNet(ImageNetwork, ResNetConfig):
     # `nnx.tabulate` would show the public method instead of the model, so a call does not use it.
     def _features(self, x: ArrayLike, mask: ArrayLike | None) -> tuple[jax.Array, ...]:
         x, image_mask = cast_batch(self, x, mask, self.in_channels, smallest=1)
-        h = self._recompute(apply_small_stem if self.small_inputs else apply_stem)(
-            self.stem_conv, self.stem_norm, x, image_mask
-        )
+        stem = apply_small_stem if self.small_inputs else apply_stem
+        stem = apply_deep_stem if self.deep_stem else stem
+        h = recompute(self, stem)(self.stem_conv, self.stem_norm, x, image_mask)
         h, outputs = self._stop_frozen_gradient(h, 0), []
         for blocks, channels in zip(self.stages, self.feature_channels, strict=True):
             for block in blocks:
-                h = self._recompute(type(block).__call__)(block, h, image_mask)
+                h = recompute(self, type(block).__call__)(block, h, image_mask)
             chex.assert_axis_dimension(h, 3, channels)
             h = self._stop_frozen_gradient(h, len(outputs) + 1)
             outputs.append(h)
@@ -238,7 +258,13 @@ class ResNet(ImageNetwork, ResNetConfig):
         return functools.partial(norm, **norm_options(self), rngs=rngs)
 
     def _make_block(
-        self, stage: int, channels: int, strides: int, conv: Callable[..., Any], rngs: nnx.Rngs
+        self,
+        stage: int,
+        channels: int,
+        strides: int,
+        pool: bool,
+        conv: Callable[..., Any],
+        rngs: nnx.Rngs,
     ) -> nnx.Module:
         deform_conv = functools.partial(
             DeformConv, padding=1, use_bias=False, offset_groups=self.offset_groups,
@@ -249,11 +275,11 @@ class ResNet(ImageNetwork, ResNetConfig):
         conv2 = deform_conv if is_deformable else conv
         norm, features = self._norm(stage + 1, rngs), self.feature_channels[stage]
         if not self.bottleneck:
-            return BasicBlock(channels, features, strides, conv=conv, conv2=conv2, norm=norm)
+            return BasicBlock(channels, features, strides, pool, conv=conv, conv2=conv2, norm=norm)
         inner = (self.inner_width or self.width) << stage
         conv2 = functools.partial(conv2, feature_group_count=self.feature_group_count)
         return Bottleneck(
-            channels, inner, features, strides, self.stride_in_1x1,
+            channels, inner, features, strides, self.stride_in_1x1, pool,
             conv=conv, conv2=conv2, norm=norm,
         )  # fmt: skip
 
@@ -261,20 +287,28 @@ class ResNet(ImageNetwork, ResNetConfig):
         """Stop the gradient of the output of the stem (part 0) or of a stage (1, …) if frozen."""
         return lax.stop_gradient(h) if part <= self.frozen_stages else h
 
-    def _recompute(self, run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return a function of modules that keeps little for its backward pass if `efficient`."""
-        # It keeps the statistics of the norms, so that the backward pass repeats no all-reduce, and
-        # with save="conv" the convolutions marked by `keep_conv`.
-        if not self.efficient:
-            return run
-        names = (STATISTICS, CONV_OUTPUT) if self.save == "conv" else (STATISTICS,)
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-        return nnx.remat(run, policy=policy, graph_updates=False)
+
+def recompute(config: ImageLayerConfig, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of modules that keeps little for its backward pass if `efficient`."""
+    # It keeps the statistics of the norms, so that the backward pass repeats no all-reduce, and
+    # with save="conv" the convolutions marked by `keep_conv`.
+    if not config.efficient:
+        return run
+    names = (STATISTICS, CONV_OUTPUT) if config.save == "conv" else (STATISTICS,)
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return nnx.remat(run, policy=policy, graph_updates=False)
 
 
 def apply_stem(conv: Any, norm: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
     """Return features of a quarter of the images' height and width."""
     return max_pool(apply_small_stem(conv, norm, x, mask))
+
+
+def apply_deep_stem(convs: Any, norms: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """Return features of a quarter of the images' height and width."""
+    for conv, norm in zip(convs, norms, strict=True):
+        x = apply_small_stem(conv, norm, x, mask)
+    return max_pool(x)
 
 
 def apply_small_stem(conv: Any, norm: Any, x: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -291,15 +325,18 @@ class Block(nnx.Module):
     """Shortcut of a block: the input, or a 1x1 convolution with its norm if the shape differs."""
 
     def _make_shortcut(
-        self, in_features: int, out_features: int, strides: int, conv: Any, norm: Any
+        self, in_features: int, out_features: int, strides: int, pool: bool, conv: Any, norm: Any
     ) -> None:
         self.shortcut: Any = nnx.data(None)
         self.shortcut_norm: Any = nnx.data(None)
-        if strides > 1 or in_features != out_features:
-            self.shortcut = conv(in_features, out_features, 1, strides)
+        self.pools = pool and strides > 1
+        if strides > 1 or in_features != out_features or pool:
+            self.shortcut = conv(in_features, out_features, 1, 1 if self.pools else strides)
             self.shortcut_norm = norm(out_features, activation=None)
 
     def _apply_shortcut(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        if self.pools:  # at the border of an odd size, the mean of fewer pixels
+            x = nnx.avg_pool(x, (2, 2), (2, 2), padding="SAME", count_include_pad=False)
         return x if self.shortcut is None else self.shortcut_norm(self.shortcut(x), mask=mask)
 
 
@@ -313,6 +350,7 @@ class Bottleneck(Block):
         out_features: int,
         strides: int,
         stride_in_1x1: bool,
+        pool: bool,
         *,
         conv: Callable[..., Any],
         conv2: Callable[..., Any],
@@ -326,7 +364,7 @@ class Bottleneck(Block):
         self.norm2 = norm(inner_features)
         self.conv3 = conv(inner_features, out_features, 1)
         self.norm3 = norm(out_features)
-        self._make_shortcut(in_features, out_features, strides, conv, norm)
+        self._make_shortcut(in_features, out_features, strides, pool, conv, norm)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         """Return the output of the block; the norms apply the ReLUs, the last one to the sum."""
@@ -344,6 +382,7 @@ class BasicBlock(Block):
         in_features: int,
         out_features: int,
         strides: int,
+        pool: bool,
         *,
         conv: Callable[..., Any],
         conv2: Callable[..., Any],
@@ -353,7 +392,7 @@ class BasicBlock(Block):
         self.norm1 = norm(out_features)
         self.conv2 = conv2(out_features, out_features, 3)
         self.norm2 = norm(out_features)
-        self._make_shortcut(in_features, out_features, strides, conv, norm)
+        self._make_shortcut(in_features, out_features, strides, pool, conv, norm)
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
         """Return the output of the block; the norms apply the ReLUs, the last one to the sum."""

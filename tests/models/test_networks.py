@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "basic, v1": dict(
         bottleneck=False, stage_with_dcn=(False, True), modulated=False, num_classes=None
     ),
+    "vd": dict(deep_stem=True, pool_shortcut=True, bottleneck=False),
     "frozen norm": dict(frozen_norm=True, epsilon=0.0),
     "frozen stage": dict(bottleneck=False, frozen_stages=1),
 }
