@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 
 from ..train.config import COUNT, MODEL, PLAN, SIZE, Check, RunConfig, inherit, option
+from ..train.detection.config import DetectorConfig
 from ..train.errors import TrainError, printable
 from ..train.host_memory import pinnable_of
 from ..train.images.config import DenseNetRunConfig, ResNetRunConfig
@@ -187,6 +188,15 @@ def plan_resnet(given: dict[str, Any]) -> None:
     plan_run(ResNetRunConfig, given)
 
 
+@command(memory_app, "detector", DetectorConfig, PlanOptions)
+def plan_detector(given: dict[str, Any]) -> None:
+    """Plan the step of effjax train detector in three forms. Of --weights, config.json is read.
+
+    The forms are plain, effjax conv and effjax features.
+    """
+    plan_run(DetectorConfig, given)
+
+
 @command(memory_app, "finetune", FinetuneConfig, PlanOptions)
 def plan_finetune(given: dict[str, Any]) -> None:
     """Plan the step of effjax finetune in seven forms. Only config.json of CHECKPOINT is read.
@@ -224,6 +234,8 @@ def plan_run(config_type: type[RunConfig], given: Mapping[str, Any]) -> None:
     options_type, more = PlanOptions, {}
     if config_type is FinetuneConfig:
         from ..train.text import plans
+    elif config_type is DetectorConfig:
+        from ..train.detection import plans
     else:
         from ..train.images import plans
 

@@ -42,7 +42,9 @@ def training_command(
         # An option that the form changes is among the changes below.
         if name in given and getattr(config, name) == getattr(base, name):
             words += _words(field, given[name])
-    # Images have a default data set and start with random weights.
+    if base.COMMAND == "detector":
+        words += [f"--{name} {name.upper()}" for name in ("data", "weights") if name not in given]
+    # Other networks have a default data set and start with random weights.
     if base.COMMAND == "finetune":
         if not find_weights(given["checkpoint"]):
             words[1] = "CHECKPOINT"

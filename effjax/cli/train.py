@@ -1,4 +1,4 @@
-"""The commands that train: `effjax train densenet` and `resnet`, and `effjax finetune`."""
+"""The commands that train: `effjax train`, and `effjax finetune`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..train.config import COUNT, DATA, MODEL, option
+from ..train.detection.config import DetectorConfig
 from ..train.errors import TrainError
 from ..train.images.config import DenseNetRunConfig, ResNetRunConfig
 from ..train.text.config import FinetuneConfig
@@ -17,7 +18,7 @@ from .training import RunRequest, make_console, request_run, train
 if TYPE_CHECKING:
     from ..train.images.task import ImageResult
 
-train_app = typer.Typer(help="Train a network on images.", no_args_is_help=True)
+train_app = typer.Typer(help="Train a network or a detector on images.", no_args_is_help=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +58,30 @@ def train_resnet(given: dict[str, Any]) -> None:
         train_and_compare(request)
     else:
         train_on_images(request)
+
+
+@command(train_app, "detector", DetectorConfig, RunOptions)
+def train_detector(given: dict[str, Any]) -> None:
+    """Train an RT-DETR from its weights on images with boxes, and report its average precision.
+
+    At the end, RUN/model holds the best parameters in Hugging Face's layout.
+    """
+    request, console = request_run(DetectorConfig, given), make_console()
+    config = request.config
+    if (fit := given.get("fit")) is not None:
+        from ..train.detection.plans import memory_choices
+        from ..train.mesh import make_mesh
+
+        size = make_mesh(config.mesh).size
+        choices = memory_choices(config, request.given, size)
+        config = fit_config(config, request.given, fit, choices, size)
+    from ..train.detection.task import describe, prepare, result_rows
+    from ..train.report import print_line, print_table
+
+    task = prepare(config, resume=request.resume)
+    run, result = train(request, task, describe(task), console, memory_options="--save features")
+    print_table(console, result_rows(result))
+    print_line(console, f"written: {run.path / result.exported}")
 
 
 def finetune(given: dict[str, Any]) -> None:

@@ -19,7 +19,10 @@ DATA, MODEL, OPTIMIZATION, RUN, PROCESSES, PLAN = (
 )  # fmt: skip
 # Options that may change on `--resume`. They do not affect the result of a step with finite loss
 # and gradients, apart from rounding. Files may move: they are compared by their content.
-PATHS = "data", "validation_data", "checkpoint", "chat_template", "adapter", "sample_prompts"
+PATHS = (
+    "data", "validation_data", "checkpoint", "weights", "chat_template", "adapter",
+    "sample_prompts",
+)  # fmt: skip
 RESUMABLE_OPTIONS = (
     *PATHS, "checkpoint_every", "keep", "on_nan", "mesh", "patience", "report_to",
     "sample_tokens", "sample_temperature",

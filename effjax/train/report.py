@@ -23,6 +23,8 @@ from .task import SAMPLES, Metrics, Progress, Record, Task
 FORMATS = {
     "loss": (".4f", ".3f"),
     "accuracy": (".2%", ".1%"),
+    "ap": (".3f", ".3f"),
+    "ap50": (".3f", ".3f"),
     "margin": (".3f", ".2f"),
     "rewards/chosen": (".3f", ".2f"),
     "rewards/rejected": (".3f", ".2f"),

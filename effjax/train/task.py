@@ -22,6 +22,14 @@ TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, k
 Result = TypeVar("Result", covariant=True)
 
 
+def report_steps(steps: int, every: float) -> list[int]:
+    """Return the steps of a run that a validation follows, the last one among them."""
+    # An epoch is rarely a whole number of steps. Rounding each multiple keeps the reports at the
+    # ends of epochs.
+    reports = [round(i * every) for i in range(1, int(steps / every) + 1)]
+    return [*(step for step in reports if step < steps), steps]
+
+
 class MemoryChoices(NamedTuple):
     """The options of a run that trade time for memory, for `effjax.memory.choose_options`.
 

@@ -15,9 +15,11 @@ from effjax.train.text.config import FinetuneConfig
 from effjax.train.text.plans import memory_choices
 from tests.cli.command import TINY, one_line
 from tests.programs import needs_gpu_compiler
+from tests.train.detection.coco import write_coco, write_detector
 from tests.train.text.small import write_base, write_config
 
 GB = 10**9
+DETECTOR = "--data", "coco", "--weights", "rtdetr", "--image-size", "32", "--batch-size", "8"
 FUSED = {"params_in": "host", "fuse_update": True}
 OWN = """
 import jax, jax.numpy as jnp
@@ -56,6 +58,7 @@ def test_parse_fit_rejects(text):
     ("argv", "chosen"),
     [
         (["train", "densenet", *TINY[2:]], dict(save="features")),
+        (["train", "detector", *DETECTOR], dict(save="features")),
         (["finetune", "base", "--data", "base/rows.jsonl", "--max-length", "16"], FUSED),
     ],
 )
@@ -65,6 +68,9 @@ def test_commands_take_the_options_that_fit(
     if argv[0] == "finetune":
         pytest.importorskip("tokenizers")
         write_base(tmp_path / "base")
+    elif argv[1] == "detector":
+        write_coco(tmp_path / "coco")
+        write_detector(tmp_path / "rtdetr")
     out = run_without_training(*argv, "--fit", "h100:2GB", "--out", "here")
     options = "--save features" if "save" in chosen else "--params-in host --fuse-update"
     assert f"a table\noptions: {options}\n" in out

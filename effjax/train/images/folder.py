@@ -157,23 +157,7 @@ class ImageDecoder:
         """Decode one image: uint8 [H, W, 3]."""
         from PIL import Image, ImageOps
 
-        check_regular(file)
-        try:
-            with Image.open(file) as opened:
-                # Pillow would clip the values of these modes to 255 instead of scaling them.
-                if opened.mode.startswith(("I", "F")):
-                    kind = "floating-point" if opened.mode.startswith("F") else "16-bit"
-                    raise DataError(f"{file}: is a {kind} image. Convert it to 8 bits per channel.")
-                image = ImageOps.exif_transpose(opened).convert("RGB")
-        except DataError:
-            raise
-        # Pillow's decoders raise many exception types for a damaged or misnamed file.
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise unreadable(file, error) from error  # permissions, a failing disk
-            raise DataError(
-                f"{file}: not a readable image ({type(error).__name__}). Replace or remove it."
-            ) from error
+        image = open_image(file)
         if self.image_size is not None:
             size = (self.image_size, self.image_size)
             return np.asarray(ImageOps.fit(image, size, Image.Resampling.BILINEAR))
@@ -185,3 +169,26 @@ class ImageDecoder:
                 "all."
             )
         return np.asarray(image)
+
+
+def open_image(file: Path) -> Any:
+    """Return an image of Pillow, RGB and upright; raise DataError."""
+    from PIL import Image, ImageOps
+
+    check_regular(file)
+    try:
+        with Image.open(file) as opened:
+            # Pillow would clip the values of these modes to 255 instead of scaling them.
+            if opened.mode.startswith(("I", "F")):
+                kind = "floating-point" if opened.mode.startswith("F") else "16-bit"
+                raise DataError(f"{file}: is a {kind} image. Convert it to 8 bits per channel.")
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except DataError:
+        raise
+    # Pillow's decoders raise many exception types for a damaged or misnamed file.
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise unreadable(file, error) from error  # permissions, a failing disk
+        raise DataError(
+            f"{file}: not a readable image ({type(error).__name__}). Replace or remove it."
+        ) from error

@@ -74,7 +74,7 @@ def forms(
     return result
 
 
-def smaller_configs(config: ImageConfig, of_state: bool) -> Iterator[ImageConfig]:
+def smaller_configs(config: Any, of_state: bool) -> Iterator[Any]:
     """Yield configurations with fewer images in a step; none if the state must become smaller."""
     size = config.batch_size
     while size > 1 and not of_state:
@@ -154,21 +154,28 @@ def memory_choices(
         image_shape: As in `training_step`.
         num_classes: As in `training_step`.
     """
+    step = functools.partial(
+        training_step, num_devices=num_devices, image_shape=image_shape, num_classes=num_classes
+    )
+    return recomputation_choices(config, given, step)
+
+
+def recomputation_choices(
+    config: Any, given: Collection[str], training_step: Callable[[Any], tuple[Any, ...]]
+) -> MemoryChoices:
+    """Return the choices of a configuration that has the options `efficient` and `save`."""
     options: dict[str, tuple[Any, ...]] = {
         "efficient": (False, True),
         "save": ("conv", "features"),
     }
     options |= {name: (getattr(config, name),) for name in options.keys() & given}
 
-    def change(efficient: bool, save: Any) -> ImageConfig | None:
+    def change(efficient: bool, save: Any) -> Any:
         if not efficient and save != "conv":  # `save` has no effect
             return None
         return dataclasses.replace(config, efficient=efficient, save=save)
 
-    def step(config: ImageConfig) -> tuple[Any, ...]:
-        return training_step(config, num_devices, image_shape, num_classes)
-
-    return MemoryChoices(options, [*options], change, step)
+    return MemoryChoices(options, [*options], change, training_step)
 
 
 def backward_bytes(

@@ -43,7 +43,7 @@ from ...models.resnet import RESNET_OPTIONS
 from ..errors import TrainError
 from ..mesh import AXIS, AnyMesh, Array, batch_sharding, gather_params, param_shardings, replicated
 from ..task import TrainStep
-from .config import DenseNetRunConfig, ImageConfig, ResNetRunConfig
+from .config import DenseNetRunConfig, ImageConfig, Parallel, ResNetRunConfig
 
 DEFAULT_DEPTH = 22  # of densenet-bc
 SMALL_IMAGE = 64  # the largest side that gets a stem without pooling
@@ -146,7 +146,7 @@ class StepMetrics(NamedTuple):
     """Metrics of a training step."""
 
     loss: jax.Array  # [], mean over the whole batch
-    correct: jax.Array  # [], correctly classified images of the whole batch
+    correct: Any  # [], correctly classified images; None of a detector
 
 
 class EvalSums(NamedTuple):
@@ -160,7 +160,7 @@ class EvalSums(NamedTuple):
 class Learner:
     """A model split by `nnx.split`, its optimizer, and the statistics of the pixels."""
 
-    config: ImageConfig
+    config: Any  # an ImageConfig; of a subclass its own
     graphdef: nnx.GraphDef  # of the model in training mode
     eval_graphdef: nnx.GraphDef
     optimizer: optax.GradientTransformation
@@ -185,9 +185,7 @@ class Learner:
         scaled = jnp.asarray(images, jnp.float32) / 255
         return (scaled - self.mean.reshape(1, 1, 1, -1)) / self.std.reshape(1, 1, 1, -1)
 
-    def loss(
-        self, params: nnx.State, stats: nnx.State, batch: Batch, key: jax.Array
-    ) -> tuple[jax.Array, tuple[nnx.State, jax.Array]]:
+    def loss(self, params: nnx.State, stats: nnx.State, batch: Batch, key: jax.Array) -> Any:
         """Return the mean cross entropy, the new running statistics and the correct answers."""
         # Without a copy, the running statistics of the traced function's arguments would be
         # overwritten in place.
@@ -310,7 +308,8 @@ def make_train_step(learner: Learner, mesh: Mesh, shardings: Any) -> TrainStep:
         mesh: Its size must divide the batch size.
         shardings: From `state_shardings`. With `shard_map` and `pmap` the state is replicated.
     """
-    match learner.config.parallel:
+    parallel: Parallel = learner.config.parallel
+    match parallel:
         case "jit":
             return jit_step(learner, mesh, shardings)
         case "shard_map":

@@ -20,7 +20,7 @@ from ...ops.offload import offload_jit
 from ..errors import DataError, TrainError, counted
 from ..mesh import Devices, check_batch_size, global_batch, local_rows, make_mesh
 from ..run_directory import RunDirectory
-from ..task import SAMPLES, Metrics, Part, Record, Task, TrainStep
+from ..task import SAMPLES, Metrics, Part, Record, Task, TrainStep, report_steps
 from .base import ADAPTER, MODEL, Base, find_base, load_adapters
 from .chat import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 from .config import TRAINED_ON, FinetuneConfig
@@ -201,11 +201,7 @@ class TextTask(Task[TextResult]):
         steps = self.config.steps
         assert steps is not None
         epoch = max(len(self.data.train) / self.config.batch_size, 1)
-        every = self.config.report_every or epoch
-        # An epoch is rarely a whole number of steps. Rounding each multiple keeps the reports at
-        # the ends of epochs.
-        reports = [round(i * every) for i in range(1, int(steps / every) + 1)]
-        return [*(step for step in reports if step < steps), steps]
+        return report_steps(steps, self.config.report_every or epoch)
 
     @property
     def items_per_step(self) -> int:

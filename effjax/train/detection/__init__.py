@@ -1,0 +1,1 @@
+"""Training of RT-DETR on images with boxes."""

@@ -1,0 +1,159 @@
+"""The model, the optimizer and the training step of a run of a detector. No data are read."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from ...models import RTDetr
+from ...models.detection import (
+    Predictions,
+    Targets,
+    decode_detections,
+    detection_loss,
+    make_denoising_queries,
+)
+from ...models.rt_detr_config import RTDetrConfig
+from ..errors import DataError
+from ..files import read_json
+from ..images.steps import Learner, TrainState, abstract_rngs
+from ..mesh import batch_sharding, gather_params, replicated
+from ..text.hub import download, parse_name
+from .config import DetectorConfig
+from .data import Batch
+
+NUM_DETECTIONS = 300  # of each image that are compared with its objects
+NO_LOGIT = -1e9  # of an object that cannot be
+
+
+def read_model(name: str) -> RTDetrConfig:
+    """Return the configuration of a model.
+
+    Args:
+        name: A folder, or a name on the Hub, of which config.json is downloaded.
+
+    Raises:
+        DataError: There is no RT-DETR.
+    """
+    folder, repository = Path(name), parse_name(name)
+    if repository is not None:
+        folder, _ = download(repository, ("config.json",))
+    try:
+        return RTDetrConfig.from_dict(read_json(folder / "config.json"))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{folder / 'config.json'}: {error}") from error
+
+
+def model_options(config: DetectorConfig) -> dict[str, Any]:
+    """Return the arguments of `RTDetr` that options of a run determine."""
+    return dict(
+        frozen_norms=config.freeze_norms, efficient=config.efficient, save=config.save,
+        dtype=jnp.dtype(config.dtype),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DetectorLearner(Learner):
+    """A detector split by `nnx.split`, and its optimizer."""
+
+    model: RTDetrConfig
+
+    @property
+    def trained(self) -> Any:
+        """The nnx filter of the parameters."""
+        return nnx.Param
+
+    def loss(self, params: nnx.State, stats: nnx.State, batch: Batch, key: jax.Array) -> Any:
+        """Return the loss of a batch, and the new running statistics beside None."""
+        model: Any = nnx.merge(self.graphdef, params, stats, copy=True)
+        config, targets, denoising = self.model, Targets(batch.labels, batch.boxes), None
+        if config.num_denoising:
+            denoising = make_denoising_queries(
+                key, targets,
+                num_classes=config.num_labels, num_queries=config.num_queries,
+                num_denoising=config.num_denoising, label_noise_ratio=config.label_noise_ratio,
+                box_noise_scale=config.box_noise_scale,
+            )  # fmt: skip
+        output = model(self.normalize(batch.images), denoising)
+        loss, _ = detection_loss(output, targets, config=config)
+        _, _, stats = nnx.split(model, nnx.Param, ...)
+        return loss, (stats, None)
+
+    def init(self, params: nnx.State, stats: nnx.State) -> TrainState:
+        """Return the state before the first step."""
+        return TrainState(jnp.int32(0), params, stats, self.optimizer.init(params))
+
+    def shapes(self) -> TrainState:
+        """Return the shapes of the state."""
+
+        def init() -> TrainState:
+            model = RTDetr(self.model, **model_options(self.config), rngs=abstract_rngs())
+            return self.init(*nnx.split(model, nnx.Param, ...)[1:])
+
+        return jax.eval_shape(init)
+
+
+def make_learner(
+    config: DetectorConfig, model: RTDetrConfig, schedule: optax.Schedule
+) -> DetectorLearner:
+    """Return what a training step needs."""
+    made: Any = nnx.eval_shape(lambda: RTDetr(model, **model_options(config), rngs=abstract_rngs()))
+    made.eval()
+    eval_graphdef = nnx.graphdef(made)
+    made.train()
+    pixels = np.zeros(3, np.float32), np.ones(3, np.float32)  # only scaled, to [0, 1]
+    optimizer = make_adamw(config, schedule)
+    return DetectorLearner(config, nnx.graphdef(made), eval_graphdef, optimizer, *pixels, model)
+
+
+def make_adamw(config: DetectorConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Return AdamW with a lower rate of the backbone, and no weight decay of norms and biases."""
+
+    def is_kernel(params: Any) -> Any:
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    def is_backbone(params: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, _: path[0].key == "backbone", params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        optax.adamw(schedule, weight_decay=config.weight_decay, mask=is_kernel),
+        optax.masked(optax.scale(config.backbone_rate), is_backbone),
+    )
+
+
+def make_eval_step(learner: DetectorLearner, mesh: Mesh, shardings: Any) -> Callable[..., Any]:
+    """Compile `(state, batch, sizes, is_image) -> (loss, number of objects, detections)`.
+
+    The loss is a sum. `sizes` [N, 2] are heights and widths in pixels. `is_image` [N] is False for
+    the padding of the last batch, which has no loss. Detections are those of `decode_detections`.
+    """
+    num = min(NUM_DETECTIONS, learner.model.num_queries * learner.model.num_labels)
+
+    def step(state: TrainState, batch: Batch, sizes: jax.Array, is_image: jax.Array) -> Any:
+        params = gather_params(state.params, mesh)
+        model: Any = nnx.merge(learner.eval_graphdef, params, state.stats)
+        output = model(learner.normalize(batch.images))
+
+        def mask(found: Predictions) -> Predictions:
+            logits = jnp.where(is_image[:, None, None], found.logits, NO_LOGIT)
+            return found._replace(logits=logits)
+
+        output = output._replace(
+            layers=tuple(map(mask, output.layers)), encoder=mask(output.encoder)
+        )
+        labels = jnp.where(is_image[:, None], batch.labels, -1)
+        loss, _ = detection_loss(output, Targets(labels, batch.boxes), config=learner.model)
+        count = jnp.sum(labels >= 0)
+        detections = decode_detections(output.layers[-1], sizes, num)
+        return loss * jnp.maximum(count, 1), count, detections
+
+    rows = batch_sharding(mesh)
+    return jax.jit(step, in_shardings=(shardings, rows, rows, rows), out_shardings=replicated(mesh))
