@@ -26,7 +26,7 @@ POINTS_SCALE = "encoder_attn.n_points_scale"  # a constant in files of v2
 # Images as RT-DETR was trained on: of one size, in [0, 1], not normalized.
 PREPROCESSOR = {
     "image_processor_type": "RTDetrImageProcessor", "format": "coco_detection",
-    "do_resize": True, "size": {"height": 640, "width": 640}, "resample": 2,
+    "do_resize": True, "resample": 2,
     "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": False, "do_pad": False,
     "do_convert_annotations": True,
 }  # fmt: skip
@@ -85,7 +85,11 @@ def load_detector(
 
 
 def save_detector(
-    model: RTDetr, folder: str | os.PathLike[str], *, id2label: Sequence[str] | None = None
+    model: RTDetr,
+    folder: str | os.PathLike[str],
+    *,
+    id2label: Sequence[str] | None = None,
+    image_size: int = 640,
 ) -> None:
     """Save an RT-DETR as a folder that transformers and `load_detector` load.
 
@@ -96,6 +100,7 @@ def save_detector(
         model: the model.
         folder: where to save it; created if it is missing.
         id2label: the names of the classes, in order. If None, those of the configuration.
+        image_size: the side to which transformers resizes images.
 
     Raises:
         TypeError, ValueError: if `model` is not an RTDetr, or `id2label` has another number of
@@ -130,7 +135,9 @@ def save_detector(
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(folder / MODEL, weights)
     settings = config.to_dict() | {"dtype": np.dtype(model.options.param_dtype).name}
-    for name, content in (("config.json", settings), ("preprocessor_config.json", PREPROCESSOR)):
+    size = {"height": image_size, "width": image_size}
+    processor = PREPROCESSOR | {"size": size}
+    for name, content in (("config.json", settings), ("preprocessor_config.json", processor)):
         with replacing(folder / name) as partial:
             partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

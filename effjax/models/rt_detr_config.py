@@ -109,7 +109,7 @@ class RTDetrConfig:
     encoder_ffn_dim: int = 1024
     encoder_attention_heads: int = 8
     encode_proj_layers: tuple[int, ...] = (2,)
-    positional_encoding_temperature: float = 10000.0
+    positional_encoding_temperature: int = 10000
     encoder_activation_function: str = "gelu"
     activation_function: str = "silu"
     normalize_before: bool = False
