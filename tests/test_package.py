@@ -37,7 +37,7 @@ RULES = {
     "linen": ("layers ops _names", FLAX),
     "nnx": ("layers ops _names", FLAX),
     "models": ("linen nnx layers ops _files _names", f"{FLAX} chex"),
-    "convert": ("models ops _files _names _slices", f"{FLAX} orbax"),
+    "convert": ("models ops _files _names _slices", f"{FLAX} orbax huggingface_hub"),
     "memory": ("ops native _extras _files _names", "jax numpy rich matplotlib platformdirs"),
     "optimizers": ("", "jax optax"),
     "validation": ("_slices memory models native ops train train.text", "jax numpy"),
@@ -49,13 +49,17 @@ RULES = {
         "_extras _version train memory models convert",
         f"{FLAX} optax rich sklearn PIL",
     ),
+    "train.detection": (
+        "_extras _version train train.images train.text models convert",
+        f"{FLAX} optax PIL pycocotools",
+    ),
     "train.text": (
         "_extras _version train models convert ops",
         "jax numpy optax rich tokenizers transformers jinja2 huggingface_hub datasets",
     ),
     "cli": (
-        "_extras _files _version train train.images train.text memory models native convert ops "
-        "validation",
+        "_extras _files _version train train.detection train.images train.text memory models "
+        "native convert ops validation",
         "jax rich typer matplotlib yaml",
     ),
 }

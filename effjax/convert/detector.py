@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +58,7 @@ def load_detector(
     Raises:
         TypeError, ValueError: if a file is damaged, weights do not match the configuration, or it
             is not supported; the message names what.
-        OSError: if a file cannot be read.
+        OSError: if a file cannot be read, or the repository is neither on the Hub nor in its cache.
 
     Warns:
         UserWarning: if layers are initialized, or weights are rounded to `param_dtype`.
@@ -144,9 +145,12 @@ def save_detector(
 
 def _find_folder(source: str | os.PathLike[str]) -> Path:
     """Return the folder, or that of the files of a repository of the Hub."""
-    from ..train.text.hub import download, parse_name
-
-    repository = parse_name(source) if isinstance(source, str) else None
-    if repository is None:
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", os.fspath(source), re.ASCII)
+    if is_name is None or Path(source).exists():
         return Path(source)
-    return download(repository, ["config.json", MODEL])[0]
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = os.fspath(source).partition("@")
+    return Path(
+        snapshot_download(name, revision=revision or None, allow_patterns=["config.json", MODEL])
+    )

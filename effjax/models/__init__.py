@@ -19,6 +19,14 @@ from .densenet import densenet161 as densenet161
 from .densenet import densenet169 as densenet169
 from .densenet import densenet201 as densenet201
 from .densenet import densenet_cifar as densenet_cifar
+from .detection import DenoisingQueries as DenoisingQueries
+from .detection import DetectorOutput as DetectorOutput
+from .detection import Predictions as Predictions
+from .detection import Targets as Targets
+from .detection import decode_detections as decode_detections
+from .detection import detection_loss as detection_loss
+from .detection import make_denoising_queries as make_denoising_queries
+from .detection import match as match
 from .generate import Generation as Generation
 from .generate import generate as generate
 from .pyramid import FeaturePyramid as FeaturePyramid

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
@@ -68,6 +67,10 @@ def match(costs: jax.Array, is_target: jax.Array) -> jax.Array:
 
     Returns:
         int32 [..., N], the query of each target; -1 for padding. It has no gradient.
+
+    Raises:
+        TypeError: for arguments that are not arrays, or of the wrong kind of dtype.
+        ValueError: for mismatched shapes, and for more targets than queries.
     """
     costs, is_target = as_array("costs", costs), as_array("is_target", is_target, jnp.bool_)
     if costs.ndim < 2 or is_target.shape != (*costs.shape[:-2], costs.shape[-1]):
@@ -225,7 +228,8 @@ def _layer_losses(predictions: Predictions, targets: Targets, query, is_query, c
     # Every logit as background, and the change for those of the targets: no one-hot labels.
     labels = jnp.maximum(targets.labels, 0)[:, None, :, None]
     logits = jnp.take_along_axis(_take(predictions.logits, query), labels, -1)[..., 0]
-    change = iou * optax.sigmoid_binary_cross_entropy(logits, iou) - background(logits)
+    entropy = -iou * jax.nn.log_sigmoid(logits) - (1 - iou) * jax.nn.log_sigmoid(-logits)
+    change = iou * entropy - background(logits)
     everywhere = jnp.where(is_query, background(predictions.logits).sum(-1), 0).sum((0, 2))
     losses = jnp.stack([change, jnp.abs(boxes - wanted).sum(-1), 1 - giou])
     vfl, bbox, giou = jnp.where(query >= 0, losses, 0).sum((1, 3))
@@ -252,6 +256,9 @@ def detection_loss(
     Returns:
         The loss, and its parts, of which it is the sum: "loss_vfl", "loss_bbox" and "loss_giou" of
         the last layer, "loss_auxiliary" and "loss_denoising".
+
+    Raises:
+        ValueError: for mismatched shapes, and for more targets than queries.
     """
     (batch, n), sizes = targets.labels.shape, [p.logits.shape[:2] for p in output.denoising]
     if output.layers[-1].logits.shape[0] != batch or targets.boxes.shape != (batch, n, 4):
@@ -313,6 +320,21 @@ def make_denoising_queries(
     to `box_noise_scale` times half of the box's sides, those of a negative one by 1 to 2 times as
     much. Queries attend to their own group and to the `num_queries` others, which attend to
     themselves.
+
+    Args:
+        key: of the noise.
+        targets: the objects.
+        num_classes: C of the model.
+        num_queries: Q of the model.
+        num_denoising: about half of D. A model without denoising queries needs no call.
+        label_noise_ratio: twice the share of labels that are random.
+        box_noise_scale: of the corners.
+
+    Returns:
+        The queries, for a call of `RTDetr`.
+
+    Raises:
+        ValueError: for targets without room for an object.
     """
     n = targets.labels.shape[1]
     if not n:
@@ -347,10 +369,15 @@ def make_denoising_queries(
 def decode_detections(
     predictions: Predictions, sizes: jax.Array, num: int = 300
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the `num` best pairs of a query and a class of each image, the best first.
+    """Return the best pairs of a query and a class of each image, the best first.
 
-    `sizes` [B, 2] are the height and width of each image in pixels. The results are scores [B, num]
-    in [0, 1], labels, and boxes [B, num, 4] as (x0, y0, x1, y1) in pixels.
+    Args:
+        predictions: of the last layer.
+        sizes: [B, 2], height and width of each image in pixels.
+        num: the number of pairs, at most Q C.
+
+    Returns:
+        Scores [B, num] in [0, 1], labels, and boxes [B, num, 4], (x0, y0, x1, y1) in pixels.
     """
     logits, boxes = map(at_least_float32, predictions)
     batch, _, num_classes = logits.shape
