@@ -38,6 +38,7 @@ SUBJECTS = {
     "offload": "planned memory of offloaded steps, JAX's policies and MaxText's way",
     "fp8": "8-bit products: planned speed of effjax finetune and of a layer, and errors",
     "finetune": "planned memory and modelled time of effjax finetune by GPU, also of adapters",
+    "detector": "planned memory, speed and largest batch of effjax train detector",
     "optimizers-memory": "planned memory of the update of a large matrix by optimizer",
     "trl": "losses of ten steps of TRL's trainer and of effjax finetune",
     "published": "plans beside the speeds and the memory that others measured",

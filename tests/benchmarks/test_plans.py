@@ -11,6 +11,7 @@ from benchmarks import (
     deform_attention,
     dense_block,
     densenet,
+    detector,
     expert_mlp,
     finetune,
     fp8,
@@ -145,3 +146,14 @@ def test_planned_8_bit_products():
         (gpu, dtype) for gpu in fp8.LLMQ for dtype in fp8.PRODUCTS
     ]
     assert all(row["planned_host_bytes"] > 0 for row in rows)
+
+
+def test_planned_detector():
+    """The forms of effjax need less memory, and all loops have a known length."""
+    (result,) = detector.run("small")
+    rows = {row["form"]: row for row in result.rows}
+    assert rows.keys() == detector.PLANNED.keys()
+    plain, *ours = (row["planned_device_bytes"] for row in rows.values())
+    assert plain > max(ours)
+    for row in rows.values():
+        assert row["fits"] and row["unknown_loops"] == 0 < row["images_per_second"]

@@ -26,13 +26,17 @@ COCO = tuple(f"LABEL_{i}" for i in range(80))  # the classes of a plan without a
 MAX_OBJECTS = 100  # of an image; COCO has at most 93
 
 
-def training_step(config: DetectorConfig, num_devices: int = 1) -> tuple[Any, ...]:
+def training_step(
+    config: DetectorConfig, num_devices: int = 1, model: RTDetrConfig | None = None
+) -> tuple[Any, ...]:
     """Return the training step of a run and the shapes of its arguments, `(fun, *args)`.
 
-    The images have the largest of the sizes in training.
+    The images have the largest of the sizes in training. If `model` is None, it is that of
+    `weights`, or RT-DETR with a ResNet-50.
     """
     config, mesh = config.resolve(), planning_mesh(config.mesh, num_devices)
-    model = RTDetrConfig(id2label=COCO) if config.weights is None else read_model(config.weights)
+    if model is None:
+        model = read_model(config.weights) if config.weights else RTDetrConfig(id2label=COCO)
     # The length of the schedule does not change the memory of a step.
     schedule = make_schedule(config.schedule, config.learning_rate, 1000, config.warmup)
     learner, side = make_learner(config, model, schedule), config.train_sizes[-1]
