@@ -107,6 +107,8 @@ COLUMNS = (
     Column("x reference", "ratio", "{:.2f}"),
     Column("quartiles", "ratio_quartiles", "{:.2f}"),
     Column("tokens/s", "tokens_per_second", "{:.0f}"),
+    Column("images/s", "images_per_second", "{:.0f}"),
+    Column("largest batch", "largest_batch"),
     Column("all-reduces", "all_reduces"),
     Column("loss", "loss", "{:.3f}"),
     Column("error of variance", "variance_error", "{:.1e}"),
