@@ -249,6 +249,22 @@ TABLES = {
             gb("moved [GB]", "traffic", 0),
         ],
     ),
+    "detector": Table(
+        ["planned/detector.json"],
+        [
+            Column("", lambda row: show_name(row | {"name": row["form"]})),
+            *(
+                column
+                for d in ("RTX 4090", "TPU v5e")
+                for column in (
+                    Column(f"{d} [GB]", with_dagger, only={"device": d}),
+                    number("images/s", "images_per_second", device=d),
+                )
+            ),
+            number("largest batch, RTX 4090", "largest_batch", device="RTX 4090"),
+        ],
+        ("form",),
+    ),
     "offload_by_depth": Table(
         ["planned/offload_depths_h200.json"],
         [
