@@ -4,7 +4,7 @@ The steps and the cache of plans are those of `effjax memory detector`.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from effjax.memory import max_batch_size, plan
@@ -60,7 +60,7 @@ def plan_form(
 def run(size: Size) -> Iterator[Result]:
     # A plan for the TPU takes ten minutes of processor time and more: two forms, no largest batch.
     plain, _, features = PLANNED
-    steps: list[tuple[str, str, int | None]] = [
+    steps: Sequence[tuple[str, str, int | None]] = [
         *((form, "RTX 4090", MULTIPLE) for form in PLANNED),
         (plain, "TPU v5e", None),
         (features, "TPU v5e", None),
