@@ -357,13 +357,17 @@ def make_denoising_queries(
         boxes = jnp.concatenate([(start + end) / 2, end - start], -1)
         # The corners of a negative query may have changed places.
         boxes = jnp.where(is_object[..., None], jnp.maximum(boxes, 0), 0)
-        logits = jnp.log(jnp.maximum(boxes, 1e-5)) - jnp.log(jnp.maximum(1 - boxes, 1e-5))
-        return jnp.where(is_object, labels, num_classes), logits
+        return jnp.where(is_object, labels, num_classes), inverse_sigmoid(boxes)
 
     spec = PartitionSpec(explicit_spec(targets.labels)[0])
     labels, boxes = with_auto_axes(run, targets.labels, (spec, spec))(targets, key)
     group = jnp.pad(number // (2 * n) + 1, (0, num_queries))  # 0: the other queries
     return DenoisingQueries(labels, boxes, (group == 0) | (group[:, None] == group))
+
+
+def inverse_sigmoid(x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
+    """Return the logarithm of x / (1 - x), each at least `epsilon`."""
+    return jnp.log(jnp.maximum(x, epsilon) / jnp.maximum(1 - x, epsilon))
 
 
 def decode_detections(

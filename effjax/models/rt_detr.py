@@ -21,7 +21,7 @@ from ..nnx.deform_attention import MSDeformAttn
 from ..ops._common.arguments import as_real_array, check_instance
 from ..ops._common.dtypes import at_least_float32
 from ..ops._common.sharding import explicit_spec, reshape
-from .detection import DenoisingQueries, DetectorOutput, Predictions
+from .detection import DenoisingQueries, DetectorOutput, Predictions, inverse_sigmoid
 from .pyramid import upsample
 from .resnet import FrozenBatchNorm, ResNet, keep_conv, recompute
 from .rt_detr_config import RTDetrConfig
@@ -512,11 +512,6 @@ class Decoder(nnx.Module):
             refined = jax.nn.sigmoid(at_least_float32(box_head(x)) + inverse_sigmoid(boxes))
             yield Predictions(at_least_float32(class_head(x)), refined), inputs
             boxes = lax.stop_gradient(refined)
-
-
-def inverse_sigmoid(x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
-    """Return the logarithm of x / (1 - x), each at least `epsilon`."""
-    return jnp.log(jnp.maximum(x, epsilon) / jnp.maximum(1 - x, epsilon))
 
 
 def make_anchors(shapes: Shapes) -> tuple[np.ndarray, np.ndarray]:

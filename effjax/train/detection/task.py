@@ -166,7 +166,7 @@ class DetectorTask(Task[DetectorResult]):
         classes = len(self.data.class_names)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # `describe` tells of new heads
+                warnings.filterwarnings("ignore", "`num_classes`")  # `describe` tells of it
                 model = load_detector(
                     weights, num_classes=classes, seed=self.config.seed, **options
                 )
