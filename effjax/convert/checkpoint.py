@@ -24,6 +24,7 @@ from .safetensors_file import (
     DTYPES,
     Description,
     Tensor,
+    check_finite,
     create_file,
     describe,
     dtype_name,
@@ -732,10 +733,7 @@ def _write_all(
             arrays = arrays.reshape([len(names), *(last - first for first, last in part)])
             for i, name in enumerate(names):
                 array = arrays[i, ...]
-                with np.errstate(invalid="ignore"):  # of NaNs in 16 bits
-                    is_finite = np.isfinite(array).all()
-                if not is_finite:
-                    raise ValueError(f"{name} has numbers that are not finite.")
+                check_finite(name, array)
                 write_tensor(tensors[name], array, part)
                 report(array.nbytes)
 

@@ -19,6 +19,7 @@ from ..models.rt_detr_config import RTDetrConfig
 from ..ops._common.arguments import as_integer, check_instance
 from .checkpoint import MODEL
 from .files import load_weights, replacing, save_weights
+from .safetensors_file import check_finite
 from .tables import COUNTER, RT_DETR
 from .weights import from_torch, to_torch
 
@@ -104,8 +105,8 @@ def save_detector(
         image_size: the side to which transformers resizes images.
 
     Raises:
-        TypeError, ValueError: if `model` is not an RTDetr, or `id2label` has another number of
-            classes.
+        TypeError, ValueError: if `model` is not an RTDetr, `id2label` has another number of
+            classes, or a number is not finite; nothing is saved then.
         OSError: if a file cannot be written.
     """
     check_instance("model", model, RTDetr, "an effjax.models.RTDetr")
@@ -132,6 +133,8 @@ def save_detector(
         scale = np.full(count, 1 / config.decoder_n_points, np.float32)
         for i in range(config.decoder_layers):
             weights[f"{PREFIX}.decoder.layers.{i}.{POINTS_SCALE}"] = scale
+    for name, array in weights.items():
+        check_finite(name, np.asarray(array))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(folder / MODEL, weights)

@@ -202,6 +202,16 @@ def write_tensor(tensor: Tensor, part: np.ndarray, bounds: Bounds | None = None)
                 data = data[file.write(data) :]
 
 
+def check_finite(name: str, array: np.ndarray) -> None:
+    """Raise ValueError if a number of a tensor is not finite."""
+    # In blocks, because a mask of a large array would take half as much memory as bfloat16.
+    flat = array.reshape(-1)
+    with np.errstate(invalid="ignore"):  # of NaNs in 16 bits
+        for start in range(0, flat.size, 1 << 20):
+            if not np.isfinite(flat[start : start + (1 << 20)]).all():
+                raise ValueError(f"{name} has numbers that are not finite.")
+
+
 def make_header(
     path: Path, descriptions: Mapping[str, Description], metadata: Mapping[str, str] = {}
 ) -> tuple[bytes, dict[str, Tensor]]:

@@ -219,6 +219,12 @@ def test_files(tmp_path):
     model = make_model()
     with pytest.raises(ValueError, match="must name the 3 classes of the model, not 2"):
         save_detector(model, tmp_path, id2label=["a", "b"])
+    bias = model.enc_score_head.bias
+    bias[...] = bias[...].at[0].set(np.nan)
+    with pytest.raises(ValueError, match=r"enc_score_head\.bias has numbers that are not finite"):
+        save_detector(model, tmp_path)
+    assert not [*tmp_path.iterdir()]
+    bias[...] = bias[...].at[0].set(0)
     save_detector(model, tmp_path)
     loaded = load_detector(tmp_path)
     assert loaded.config == model.config
