@@ -21,14 +21,32 @@ from effjax.models.detection import DenoisingQueries  # noqa: E402
 from tests.convert.detectors import CONFIGS, make_denoising, make_images  # noqa: E402
 
 configs = pytest.mark.parametrize("name", CONFIGS)
-IMAGES = make_images(2, 64, 96, 3)
-SAVED = "model.safetensors"
+IMAGES, LARGE = make_images(2, 64, 96, 3), make_images(1, 192, 224, 3)
+
+# The published sizes: what differs from the defaults of transformers. v2 has the same ones.
+_BACKBONE = dict(model_type="rt_detr_resnet", out_features=["stage2", "stage3", "stage4"])
+_BASIC = _BACKBONE | dict(layer_type="basic", hidden_sizes=[64, 128, 256, 512])
+_R34 = dict(
+    model_type="rt_detr", num_labels=80, backbone_config=_BASIC, decoder_layers=4,
+    encoder_in_channels=[128, 256, 512], hidden_expansion=0.5,
+)  # fmt: skip
+_R18 = _R34 | dict(decoder_layers=3, backbone_config=_BASIC | dict(depths=[2, 2, 2, 2]))
+PUBLISHED: dict[str, dict] = {
+    "r18vd": _R18,
+    "r34vd": _R34,
+    "r50vd": dict(model_type="rt_detr", num_labels=80, backbone_config=_BACKBONE),
+    "r101vd": dict(
+        model_type="rt_detr", num_labels=80, backbone_config=_BACKBONE | dict(depths=[3, 4, 23, 3]),
+        encoder_hidden_dim=384, encoder_ffn_dim=2048, decoder_in_channels=[384] * 3,
+    ),
+    "v2 r18vd": _R18 | dict(model_type="rt_detr_v2"),
+}  # fmt: skip
 
 
 @functools.cache
 def make_transformers(name):
     """Return a model of transformers with random weights and statistics."""
-    settings = CONFIGS[name]
+    settings = (CONFIGS | PUBLISHED)[name]
     torch.manual_seed(0)
     model = transformers.AutoModelForObjectDetection.from_config(
         transformers.AutoConfig.for_model(**settings)
@@ -98,6 +116,17 @@ def test_predictions(name, tmp_path, monkeypatch, x64):
     want = flatten_theirs(run_transformers(theirs, monkeypatch, make_denoising(7, 3)))
     assert got["logits"].dtype == np.float64 and got["logits"].shape == (2, 2, 7, 3)
     assert_close(got, want)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes(name, tmp_path, x64):
+    model, theirs = load(tmp_path, name), make_transformers(name).eval()
+    model.eval()
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(LARGE).permute(0, 3, 1, 2))
+    got = nnx.jit(lambda model, x: model(x))(model, LARGE).layers[-1]
+    assert_close(got._asdict(), dict(logits=want.logits, boxes=want.pred_boxes))
 
 
 @configs

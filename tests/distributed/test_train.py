@@ -5,10 +5,13 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from effjax.convert import load_adapter, load_checkpoint
+from effjax.convert import load_adapter, load_checkpoint, load_detector
 from effjax.models import DecoderConfig, decoder_shapes
 from effjax.train.checkpoint import Checkpoints
+from effjax.train.detection import task as detection
+from effjax.train.detection.config import DetectorConfig
 from effjax.train.images import task as images
 from effjax.train.images.config import DenseNetRunConfig
 from effjax.train.loop import fit
@@ -16,6 +19,7 @@ from effjax.train.run_directory import RunDirectory
 from effjax.train.text import task as text
 from effjax.train.text.config import FinetuneConfig
 from tests.distributed.processes import DEVICES, Group
+from tests.train.detection import coco
 from tests.train.small import as_numbers
 from tests.train.test_checkpoint import flip_bit
 from tests.train.text.small import write_base
@@ -60,6 +64,8 @@ def task_of(path, **changes):
     options, devices = stored["options"] | changes, jax.devices()[:DEVICES]
     if stored["command"] == "finetune":
         return text.prepare(FinetuneConfig.from_json(options), devices)
+    if stored["command"] == "detector":
+        return detection.prepare(DetectorConfig.from_json(options), devices)
     return images.prepare(DenseNetRunConfig.from_json(options), devices)
 
 
@@ -215,6 +221,36 @@ def test_images_take_the_same_steps_as_in_one_process(group, tmp_path, options):
     said = group.train(*DENSENET.split(), *options.split(), "--out", run)
     assert ["written" in out for out in said] == [True, False]
     assert_same_run(run, train_alone(run))
+
+
+# Instead of the average precision, which is 0 after few steps, a number of the order of the images.
+IN_ORDER = """
+import numpy as np
+from effjax.train.detection import task
+def average(images, num_classes, scores, labels, boxes):
+    return {"ap": float(np.average(boxes.mean((1, 2)), weights=np.arange(len(images))))}
+patch.setattr(task, "average_precision", average)"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", ["data=4", "data=2,fsdp=2"])
+def test_detectors_take_the_same_steps_as_in_one_process(group, tmp_path, mesh, monkeypatch):
+    """Each process decodes its own images, and detections of all are evaluated."""
+    pytest.importorskip("pycocotools")
+    run, data = tmp_path / "run", coco.write_coco(tmp_path / "coco")
+    weights = coco.write_detector(tmp_path / "rtdetr")
+    argv = "train", "detector", "--data", data, "--weights", weights, "--mesh", mesh
+    options = "--image-size 32 --batch-size 8 --steps 4 --report-every 2"
+    said = group.train(*argv, *options.split(), "--out", run, before=IN_ORDER)
+    assert ["written" in out for out in said] == [True, False]
+    exec(IN_ORDER, {"patch": monkeypatch})
+    alone = train_alone(run)
+    assert_same_run(run, alone)
+    lines = [RunDirectory.open(path).read_metrics() for path in (run, alone)]
+    found = [[line["validation_ap"] for line in each if "validation_ap" in line] for each in lines]
+    assert found[0] == pytest.approx(found[1], rel=1e-4) and min(found[0]) > 1
+    models = [nnx.state(load_detector(path / "model")) for path in (run, alone)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-3, 1e-4), *models)
 
 
 @pytest.mark.exhaustive
