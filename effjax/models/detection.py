@@ -305,15 +305,8 @@ def detection_loss(
 
 
 def make_denoising_queries(
-    key: jax.Array,
-    targets: Targets,
-    *,
-    num_classes: int,
-    num_queries: int,
-    num_denoising: int = 100,
-    label_noise_ratio: float = 0.5,
-    box_noise_scale: float = 1.0,
-) -> DenoisingQueries:
+    key: jax.Array, targets: Targets, *, config: Any
+) -> DenoisingQueries | None:
     """Make noisy copies of the objects, in ``G = max(num_denoising // N, 1)`` groups.
 
     Half of `label_noise_ratio` of the labels are random. The corners of a positive query move by up
@@ -323,34 +316,28 @@ def make_denoising_queries(
 
     Args:
         key: of the noise.
-        targets: the objects.
-        num_classes: C of the model.
-        num_queries: Q of the model.
-        num_denoising: about half of D. A model without denoising queries needs no call.
-        label_noise_ratio: twice the share of labels that are random.
-        box_noise_scale: of the corners.
+        targets: the objects; N must not be 0.
+        config: an `RTDetrConfig`.
 
     Returns:
-        The queries, for a call of `RTDetr`.
-
-    Raises:
-        ValueError: for targets without room for an object.
+        The queries, for a call of `RTDetr`; None if `num_denoising` is 0.
     """
-    n = targets.labels.shape[1]
-    if not n:
-        raise ValueError("`targets` of shape [B, 0] must have at least one object, or padding.")
-    groups = max(num_denoising // n, 1)
+    if not config.num_denoising:
+        return None
+    n, num_classes = targets.labels.shape[1], config.num_labels
+    groups = max(config.num_denoising // n, 1)
     number = jnp.arange(2 * n * groups)
 
     def run(targets: Targets, key):
         labels, boxes = (jnp.concatenate([a] * 2 * groups, 1) for a in targets)
         boxes, is_object, keys = at_least_float32(boxes), labels >= 0, jax.random.split(key, 4)
-        is_random = jax.random.uniform(keys[0], labels.shape) < label_noise_ratio / 2
+        is_random = jax.random.uniform(keys[0], labels.shape) < config.label_noise_ratio / 2
         random = jax.random.randint(keys[1], labels.shape, 0, num_classes, labels.dtype)
         labels = jnp.where(is_random, random, labels)
         shift = jax.random.uniform(keys[2], boxes.shape, boxes.dtype)
         shift += (number // n % 2)[:, None].astype(boxes.dtype)
-        shift *= jax.random.rademacher(keys[3], boxes.shape, boxes.dtype) * box_noise_scale
+        shift *= jax.random.rademacher(keys[3], boxes.shape, boxes.dtype)
+        shift *= config.box_noise_scale
         half = jnp.concatenate([boxes[..., 2:]] * 2, -1) / 2
         corners = jnp.concatenate(_corners(boxes), -1) + shift * half
         start, end = jnp.split(jnp.clip(corners, 0, 1), 2, -1)
@@ -361,13 +348,13 @@ def make_denoising_queries(
 
     spec = PartitionSpec(explicit_spec(targets.labels)[0])
     labels, boxes = with_auto_axes(run, targets.labels, (spec, spec))(targets, key)
-    group = jnp.pad(number // (2 * n) + 1, (0, num_queries))  # 0: the other queries
+    group = jnp.pad(number // (2 * n) + 1, (0, config.num_queries))  # 0: the other queries
     return DenoisingQueries(labels, boxes, (group == 0) | (group[:, None] == group))
 
 
-def inverse_sigmoid(x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
-    """Return the logarithm of x / (1 - x), each at least `epsilon`."""
-    return jnp.log(jnp.maximum(x, epsilon) / jnp.maximum(1 - x, epsilon))
+def inverse_sigmoid(x: jax.Array) -> jax.Array:
+    """Return the logarithm of x / (1 - x), each at least 1e-5."""
+    return jnp.log(jnp.maximum(x, 1e-5) / jnp.maximum(1 - x, 1e-5))
 
 
 def decode_detections(

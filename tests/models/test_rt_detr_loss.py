@@ -30,8 +30,8 @@ scipy_optimize = pytest.importorskip("scipy.optimize")
 
 B, Q, N, C, LAYERS, GROUPS = 3, 7, 4, 5, 2, 2
 CONFIG = transformers.RTDetrConfig(
-    num_labels=C, backbone_config=transformers.RTDetrResNetConfig(), focal_loss_gamma=1.5,
-    matcher_alpha=0.3, matcher_gamma=1.5, weight_loss_vfl=1.25,
+    num_labels=C, num_queries=Q, num_denoising=9, focal_loss_gamma=1.5, matcher_alpha=0.3,
+    matcher_gamma=1.5, weight_loss_vfl=1.25, backbone_config=transformers.RTDetrResNetConfig(),
 )  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def test_devices_match_their_own_images(kind, optimized):
 
     @jax.jit
     def run(output, targets, sizes):
-        queries = make_denoising_queries(key, targets, num_classes=C, num_queries=Q)
+        queries = make_denoising_queries(key, targets, config=CONFIG)
         return queries, decode_detections(output.layers[-1], sizes, 6)
 
     sharding = NamedSharding(mesh_of((4, 2), ("data", "model"), kind), P("data"))
@@ -217,11 +217,9 @@ def test_denoising_queries_are_those_of_transformers(ratio, scale, monkeypatch):
     from transformers.models.rt_detr import modeling_rt_detr
 
     _, targets = draw(dtype=np.float32)
-    options = dict(label_noise_ratio=ratio, box_noise_scale=scale)
-    key = jax.random.key(3)
-    got = make_denoising_queries(
-        key, targets, num_classes=C, num_queries=Q, num_denoising=9, **options
-    )  # fmt: skip
+    options, key = dict(label_noise_ratio=ratio, box_noise_scale=scale), jax.random.key(3)
+    config = transformers.RTDetrConfig(**CONFIG.to_dict() | options)
+    got = make_denoising_queries(key, targets, config=config)
     keys, labels, boxes = jax.random.split(key, 4), got.labels.shape, got.boxes.shape
     uniform = [jax.random.uniform(keys[0], labels), jax.random.uniform(keys[2], boxes)]
     signs = (jax.random.rademacher(keys[3], boxes) + 1) / 2

@@ -73,16 +73,10 @@ class DetectorLearner(Learner):
     def loss(self, params: nnx.State, stats: nnx.State, batch: Batch, key: jax.Array) -> Any:
         """Return the loss of a batch, and the new running statistics beside None."""
         model: Any = nnx.merge(self.graphdef, params, stats, copy=True)
-        config, targets, denoising = self.model, Targets(batch.labels, batch.boxes), None
-        if config.num_denoising:
-            denoising = make_denoising_queries(
-                key, targets,
-                num_classes=config.num_labels, num_queries=config.num_queries,
-                num_denoising=config.num_denoising, label_noise_ratio=config.label_noise_ratio,
-                box_noise_scale=config.box_noise_scale,
-            )  # fmt: skip
+        targets = Targets(batch.labels, batch.boxes)
+        denoising = make_denoising_queries(key, targets, config=self.model)
         output = model(self.normalize(batch.images), denoising)
-        loss, _ = detection_loss(output, targets, config=config)
+        loss, _ = detection_loss(output, targets, config=self.model)
         _, _, stats = nnx.split(model, nnx.Param, ...)
         return loss, (stats, None)
 
