@@ -3,7 +3,6 @@
 No data and no weights are read; of a model only config.json.
 """
 
-import dataclasses
 import functools
 from collections.abc import Collection
 from typing import Any
@@ -12,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from ...models.rt_detr_config import RTDetrConfig
-from ..images.plans import FORMS, recomputation_choices
+from ..images.plans import recomputation_choices, recomputation_forms
 from ..images.plans import smaller_configs as smaller_configs
 from ..images.steps import jit_step, state_shardings
 from ..mesh import planning_mesh
 from ..optimizers import make_schedule
-from ..task import AS_GIVEN, Form, MemoryChoices
+from ..task import Form, MemoryChoices
 from .config import DetectorConfig
 from .data import Batch
 from .steps import make_learner, read_model
@@ -56,10 +55,7 @@ def forms(config: DetectorConfig, given: Collection[str], num_devices: int = 1) 
         num_devices: The number of devices.
     """
     step = functools.partial(training_step, num_devices=num_devices)
-    if {"efficient", "save"} & {*given}:
-        return {AS_GIVEN: Form(config, step)}
-    changes = {name: form for name, form in FORMS.items() if name != "jax.checkpoint"}
-    return {name: Form(dataclasses.replace(config, **form), step) for name, form in changes.items()}
+    return recomputation_forms(config, given, step)
 
 
 def memory_choices(

@@ -1,7 +1,7 @@
 """The model, the optimizer and the training step of a run of a detector. No data are read."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from ...models import RTDetr
 from ...models.detection import (
+    DetectorOutput,
     Predictions,
     Targets,
     decode_detections,
@@ -64,11 +65,7 @@ class DetectorLearner(Learner):
     """A detector split by `nnx.split`, and its optimizer."""
 
     model: RTDetrConfig
-
-    @property
-    def trained(self) -> Any:
-        """The nnx filter of the parameters."""
-        return nnx.Param
+    arrays: Sequence[nnx.State]  # shapes of the parameters and of the running statistics
 
     def loss(self, params: nnx.State, stats: nnx.State, batch: Batch, key: jax.Array) -> Any:
         """Return the loss of a batch, and the new running statistics beside None."""
@@ -80,18 +77,9 @@ class DetectorLearner(Learner):
         _, _, stats = nnx.split(model, nnx.Param, ...)
         return loss, (stats, None)
 
-    def init(self, params: nnx.State, stats: nnx.State) -> TrainState:
-        """Return the state before the first step."""
-        return TrainState(jnp.int32(0), params, stats, self.optimizer.init(params))
-
     def shapes(self) -> TrainState:
         """Return the shapes of the state."""
-
-        def init() -> TrainState:
-            model = RTDetr(self.model, **model_options(self.config), rngs=abstract_rngs())
-            return self.init(*nnx.split(model, nnx.Param, ...)[1:])
-
-        return jax.eval_shape(init)
+        return jax.eval_shape(self.init, *self.arrays)
 
 
 def make_learner(
@@ -102,9 +90,10 @@ def make_learner(
     made.eval()
     eval_graphdef = nnx.graphdef(made)
     made.train()
+    graphdef, *arrays = nnx.split(made, nnx.Param, ...)
     pixels = np.zeros(3, np.float32), np.ones(3, np.float32)  # only scaled, to [0, 1]
     optimizer = make_adamw(config, schedule)
-    return DetectorLearner(config, nnx.graphdef(made), eval_graphdef, optimizer, *pixels, model)
+    return DetectorLearner(config, graphdef, eval_graphdef, optimizer, *pixels, model, arrays)
 
 
 def make_adamw(config: DetectorConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
@@ -137,12 +126,9 @@ def make_eval_step(learner: DetectorLearner, mesh: Mesh, shardings: Any) -> Call
         output = model(learner.normalize(batch.images))
 
         def mask(found: Predictions) -> Predictions:
-            logits = jnp.where(is_image[:, None, None], found.logits, NO_LOGIT)
-            return found._replace(logits=logits)
+            return found._replace(logits=jnp.where(is_image[:, None, None], found.logits, NO_LOGIT))
 
-        output = output._replace(
-            layers=tuple(map(mask, output.layers)), encoder=mask(output.encoder)
-        )
+        output = DetectorOutput(tuple(map(mask, output.layers)), mask(output.encoder))
         labels = jnp.where(is_image[:, None], batch.labels, -1)
         loss, _ = detection_loss(output, Targets(labels, batch.boxes), config=learner.model)
         count = jnp.sum(labels >= 0)

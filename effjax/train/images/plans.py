@@ -24,7 +24,6 @@ from .config import DenseNetRunConfig, ImageConfig
 from .steps import (
     Batch,
     Learner,
-    TrainState,
     abstract_rngs,
     jit_step,
     make_learner,
@@ -59,19 +58,26 @@ def forms(
         num_classes: As in `training_step`.
     """
     step = functools.partial(training_step, num_devices=num_devices, num_classes=num_classes)
-    if {"efficient", "save"} & {*given}:
-        return {AS_GIVEN: Form(config, step)}
-    result: dict[str, Form] = {}
-    is_densenet = isinstance(config, DenseNetRunConfig)
-    for name, changes in FORMS.items():
-        of_flax = name in FLAX_FORMS
-        if is_densenet or name != "jax.checkpoint":
-            result[name] = Form(
-                dataclasses.replace(config, **changes),
-                functools.partial(step, form=name) if of_flax else step,
-                has_command=not (is_densenet and of_flax),
-            )
+    result = recomputation_forms(config, given, step)
+    if isinstance(config, DenseNetRunConfig) and AS_GIVEN not in result:
+        plain = result.pop("plain").config
+        flax = {
+            n: Form(plain, functools.partial(step, form=n), has_command=False) for n in FLAX_FORMS
+        }
+        result = flax | result
     return result
+
+
+def recomputation_forms(
+    config: Any, given: Collection[str], training_step: Callable[[Any], tuple[Any, ...]]
+) -> dict[str, Form]:
+    """Return the forms of a configuration that has the options `efficient` and `save`."""
+    if {"efficient", "save"} & {*given}:
+        return {AS_GIVEN: Form(config, training_step)}
+    changes = {name: form for name, form in FORMS.items() if name != "jax.checkpoint"}
+    return {
+        n: Form(dataclasses.replace(config, **form), training_step) for n, form in changes.items()
+    }
 
 
 def smaller_configs(config: Any, of_state: bool) -> Iterator[Any]:
@@ -124,9 +130,7 @@ def training_step(
     labels: Any = jax.ShapeDtypeStruct((config.batch_size,), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     learner, params, stats = _split_model(config, nnx.eval_shape(make), optimizer, image_shape[-1])
-    state = jax.eval_shape(
-        lambda p, s: TrainState(jnp.int32(0), p, s, optimizer.init(p)), params, stats
-    )
+    state = jax.eval_shape(learner.init, params, stats)
     step = jit_step(learner, mesh, state_shardings(state, mesh))
     return step, state, Batch(images, labels), key
 

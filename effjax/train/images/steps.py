@@ -196,6 +196,10 @@ class Learner:
         _, _, stats = nnx.split(model, self.trained, ...)
         return jnp.mean(losses), (stats, correct)
 
+    def init(self, params: nnx.State, stats: nnx.State) -> TrainState:
+        """Return the state before the first step."""
+        return TrainState(jnp.int32(0), params, stats, self.optimizer.init(params))
+
     def update(
         self, state: TrainState, grads: nnx.State, stats: nnx.State, loss: jax.Array
     ) -> tuple[TrainState, jax.Array]:
@@ -285,7 +289,7 @@ def initial_state(learner: Learner, build: Callable[..., nnx.Module]) -> TrainSt
     """Draw parameters from the seed and initialize the optimizer of those that are trained."""
     model = build(rngs=nnx.Rngs(learner.config.seed))
     _, params, stats = nnx.split(model, learner.trained, ...)
-    return TrainState(jnp.int32(0), params, stats, learner.optimizer.init(params))
+    return learner.init(params, stats)
 
 
 def state_shardings(state: TrainState, mesh: AnyMesh) -> TrainState:
