@@ -138,11 +138,14 @@ class RTDetr(nnx.Module):
         """
         memory, shapes = self._encode(images)
         queries, boxes, encoder = self._select(memory, shapes)
+        mask = None
+        if denoising is not None:
+            queries = jnp.concatenate([self._embed(denoising), queries], 1)
+            boxes = jnp.concatenate([denoising.boxes.astype(boxes.dtype), boxes], 1)
+            mask = denoising.mask
+        layers = tuple(found for found, _ in self.decoder(queries, boxes, memory, shapes, mask))
         if denoising is None:
-            return DetectorOutput(self.decoder(queries, boxes, memory, shapes, None), encoder)
-        queries = jnp.concatenate([self._embed(denoising), queries], 1)
-        boxes = jnp.concatenate([denoising.boxes.astype(boxes.dtype), boxes], 1)
-        layers = self.decoder(queries, boxes, memory, shapes, denoising.mask)
+            return DetectorOutput(layers, encoder)
         count = denoising.labels.shape[1]
         restored, layers = (
             tuple(Predictions(p.logits[:, part], p.boxes[:, part]) for p in layers)
@@ -162,7 +165,7 @@ class RTDetr(nnx.Module):
         """
         memory, shapes = self._encode(images)
         queries, boxes, _ = self._select(memory, shapes)
-        *_, (_, inputs) = self.decoder.run(queries, boxes, memory, shapes, None)
+        *_, (_, inputs) = self.decoder(queries, boxes, memory, shapes, None)
         return self.decoder.layers[-1].sample(*inputs, shapes)
 
     # Private, because `nnx.tabulate` runs all public methods.
@@ -485,8 +488,8 @@ class Decoder(nnx.Module):
     def __call__(
         self, x: jax.Array, boxes: jax.Array, memory: jax.Array, shapes: Shapes,
         mask: jax.Array | None,
-    ) -> tuple[Predictions, ...]:  # fmt: skip
-        """Return the predictions of each layer.
+    ) -> Iterator[tuple[Predictions, tuple[jax.Array, jax.Array, jax.Array]]]:  # fmt: skip
+        """Yield the predictions of each layer, and its queries, positions and boxes.
 
         Args:
             x: queries, [N, Q, C].
@@ -495,13 +498,6 @@ class Decoder(nnx.Module):
             shapes: (H, W) of the levels.
             mask: [Q, Q], True where a query (row) may attend; None for all.
         """
-        return tuple(prediction for prediction, _ in self.run(x, boxes, memory, shapes, mask))
-
-    def run(
-        self, x: jax.Array, boxes: jax.Array, memory: jax.Array, shapes: Shapes,
-        mask: jax.Array | None,
-    ) -> Iterator[tuple[Predictions, tuple[jax.Array, jax.Array, jax.Array]]]:  # fmt: skip
-        """Yield the predictions of each layer, and its queries, positions and boxes."""
         run = recompute(self.options, functools.partial(DecoderLayer.__call__, shapes=shapes))
         boxes = jax.nn.sigmoid(boxes)
         heads = zip(self.layers, self.class_embed, self.bbox_embed, strict=True)
