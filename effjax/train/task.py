@@ -22,10 +22,11 @@ TrainStep = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (state, batch, k
 Result = TypeVar("Result", covariant=True)
 
 
-def report_steps(steps: int, every: float) -> list[int]:
-    """Return the steps of a run that a validation follows, the last one among them."""
+def report_steps(config: Any, num_examples: int) -> list[int]:
+    """Return the steps that a validation follows, the last one among them, of a run in steps."""
     # An epoch is rarely a whole number of steps. Rounding each multiple keeps the reports at the
     # ends of epochs.
+    steps, every = config.steps, config.report_every or max(num_examples / config.batch_size, 1)
     reports = [round(i * every) for i in range(1, int(steps / every) + 1)]
     return [*(step for step in reports if step < steps), steps]
 
@@ -88,9 +89,9 @@ class Task(abc.ABC, Generic[Result]):
         return self.config.UNIT
 
     @property
-    @abc.abstractmethod
     def steps_per_unit(self) -> int:
-        """The number of steps in an epoch; 1 if the unit is a step."""
+        """The number of steps in an epoch; 1 if the unit is a step, the default."""
+        return 1
 
     @property
     @abc.abstractmethod
@@ -190,9 +191,14 @@ class Task(abc.ABC, Generic[Result]):
     def score(self, record: Record) -> tuple[float, ...]:
         """Return a score for choosing the best parameters; higher is better."""
 
-    @abc.abstractmethod
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        """Plot the records on Matplotlib axes."""
+        """Plot the records on Matplotlib axes; by default the losses."""
+        x = [record[self.unit] for record in records]
+        axes.set(xlabel=self.unit, ylabel="loss")
+        for number, part in enumerate(("train", "validation")):
+            if all(f"{part}_loss" in record for record in records):
+                losses = [record[f"{part}_loss"] for record in records]
+                axes.plot(x, losses, f"C{number}.-", label=f"{part} loss")
 
     def finish(self, state: Any, run: RunDirectory) -> None:
         """Export the best parameters; by default do nothing.

@@ -19,7 +19,7 @@ from flax import nnx
 from ..._version import __version__
 from ...convert import load_detector, save_detector
 from ...models.rt_detr_config import RTDetrConfig
-from ..errors import DataError, TrainError, counted, unreadable
+from ..errors import DataError, TrainError, counted
 from ..images.steps import StepMetrics, TrainState, jit_step, state_shardings
 from ..mesh import (
     Devices,
@@ -35,6 +35,7 @@ from ..mesh import (
 from ..optimizers import make_schedule
 from ..run_directory import RunDirectory, digest_json
 from ..task import Metrics, Part, Record, Task, TrainStep, report_steps
+from ..text.base import convert_errors
 from .config import DetectorConfig
 from .data import (
     PARTS,
@@ -139,14 +140,8 @@ class DetectorTask(Task[DetectorResult]):
     start_arrays: Any = None
 
     @property
-    def steps_per_unit(self) -> int:
-        return 1
-
-    @property
     def eval_steps(self) -> Sequence[int]:
-        assert self.config.steps is not None
-        epoch = max(len(self.data.train) / self.config.batch_size, 1)
-        return report_steps(self.config.steps, self.config.report_every or epoch)
+        return report_steps(self.config, len(self.data.train))
 
     @property
     def items_per_step(self) -> int:
@@ -162,18 +157,11 @@ class DetectorTask(Task[DetectorResult]):
 
     def load(self) -> tuple[nnx.State, nnx.State]:
         """Return parameters and statistics of the model that the run starts with, on the host."""
-        weights, options = str(self.config.weights), model_options(self.config)
-        classes = len(self.data.class_names)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "`num_classes`")  # `describe` tells of it
-                model = load_detector(
-                    weights, num_classes=classes, seed=self.config.seed, **options
-                )
-        except ValueError as error:
-            raise DataError(str(error)) from error
-        except OSError as error:
-            raise unreadable(weights, error) from error
+        classes, options = len(self.data.class_names), model_options(self.config)
+        options |= {"num_classes": classes, "seed": self.config.seed}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`num_classes`")  # `describe` tells of it
+            model = convert_errors(Path(str(self.config.weights)), load_detector, **options)
         _, params, stats = nnx.split(model, nnx.Param, ...)
         return jax.device_get((params, stats))
 
@@ -242,12 +230,9 @@ class DetectorTask(Task[DetectorResult]):
         return record.get("validation_ap", 0), -record.get("validation_loss", 0), record["step"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        x = [record["step"] for record in records]
-        axes.set(xlabel="step", ylabel="loss")
-        axes.plot(x, [r["train_loss"] for r in records], "C0.-", label="train loss")
+        super().draw(axes, records)
         if self.data.validation:
-            axes.plot(x, [r["validation_loss"] for r in records], "C1.-", label="validation loss")
-            right = axes.twinx()
+            right, x = axes.twinx(), [record["step"] for record in records]
             right.plot(x, [r["validation_ap"] for r in records], "C2.--", label="validation AP")
             right.set(ylabel="validation AP", ylim=(0, 1))
 

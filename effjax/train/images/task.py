@@ -287,16 +287,12 @@ class ImageTask(Task[ImageResult]):
         return accuracy, -loss, record["epoch"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        x = [record["epoch"] for record in records]
-        axes.set(xlabel="epoch", ylabel="loss")
-        axes.plot(x, [r["train_loss"] for r in records], "C0.-", label="train loss")
-        if not len(self.dataset.validation_images):
-            return
-        axes.plot(x, [r["validation_loss"] for r in records], "C1.-", label="validation loss")
-        right = axes.twinx()
-        accuracy = [100 * r["validation_accuracy"] for r in records]
-        right.plot(x, accuracy, "C2.--", label="validation accuracy", clip_on=False)
-        right.set(ylabel="validation accuracy (%)", ylim=(0, 100))
+        super().draw(axes, records)
+        if len(self.dataset.validation_images):
+            right, x = axes.twinx(), [record["epoch"] for record in records]
+            accuracy = [100 * r["validation_accuracy"] for r in records]
+            right.plot(x, accuracy, "C2.--", label="validation accuracy", clip_on=False)
+            right.set(ylabel="validation accuracy (%)", ylim=(0, 100))
 
     def result(
         self, records: Sequence[Record], best: Record, tested: Metrics, began: float

@@ -193,15 +193,8 @@ class TextTask(Task[TextResult]):
     end_tokens: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
-    def steps_per_unit(self) -> int:
-        return 1
-
-    @property
     def eval_steps(self) -> Sequence[int]:
-        steps = self.config.steps
-        assert steps is not None
-        epoch = max(len(self.data.train) / self.config.batch_size, 1)
-        return report_steps(steps, self.config.report_every or epoch)
+        return report_steps(self.config, len(self.data.train))
 
     @property
     def items_per_step(self) -> int:
@@ -308,13 +301,8 @@ class TextTask(Task[TextResult]):
         return -record.get("validation_loss", 0), record["step"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
-        x = [record["step"] for record in records]
-        unit = "pair" if self.config.has_pairs else "token"
-        axes.set(xlabel="step", ylabel=f"loss (nats per {unit})")
-        for number, name in enumerate(("train", "validation")):
-            if name == "train" or len(self.data.validation):
-                losses = [record[f"{name}_loss"] for record in records]
-                axes.plot(x, losses, f"C{number}.-", label=f"{name} loss")
+        super().draw(axes, records)
+        axes.set(ylabel=f"loss (nats per {'pair' if self.config.has_pairs else 'token'})")
 
     @property
     def exported(self) -> str:
