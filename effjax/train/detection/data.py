@@ -75,13 +75,10 @@ def load_coco(path: Path) -> DetectionData:
     parts, left_out, digest = {}, 0, hashlib.sha256()
     categories: dict[int, str] = {}
     for part, (file, folder) in find_parts(path).items():
-        content, own = read_json(file), {}
-        _read(file, content, "categories", lambda entry, own=own: _add_category(own, entry))
-        if odd := own.items() ^ (categories or own).items():
+        names, parts[part], count = _read_part(file, folder)
+        if odd := names.items() ^ (categories or names).items():
             raise DataError(f"{file}: category {min(odd)} must be in all parts, or in none.")
-        categories = dict(sorted(own.items()))
-        parts[part], count = read_objects(file, folder, content, [*categories])
-        left_out += count
+        categories, left_out = names, left_out + count
         digest.update(file.read_bytes())
     return DetectionData(tuple(categories.values()), left_out, digest.hexdigest(), **parts)
 
@@ -107,23 +104,15 @@ def find_parts(path: Path) -> dict[str, tuple[Path, Path]]:
     return found
 
 
-def read_objects(
-    file: Path, folder: Path, content: Mapping[str, Any], categories: Sequence[int]
-) -> tuple[list[ImageObjects], int]:
-    """Return the images of an annotation file, and the number of boxes of no size.
-
-    Args:
-        file: The file.
-        folder: The folder of the images.
-        content: The content of the file.
-        categories: The numbers of the categories, in the order of the labels.
-
-    Raises:
-        DataError: An entry is wrong, or an image is missing.
-    """
-    labels = {number: label for label, number in enumerate(categories)}
+def _read_part(file: Path, folder: Path) -> tuple[dict[int, str], list[ImageObjects], int]:
+    """Return the categories in order, the images, and the number of boxes of no size."""
+    names: dict[int, str] = {}
     images: dict[Any, tuple[Path, tuple[int, int], list[tuple[float, ...]]]] = {}
-    left_out = []
+
+    def add_category(entry: Any) -> None:
+        if entry["id"] in names:
+            raise ValueError("an `id` of two categories")
+        names[int(entry["id"])] = str(entry["name"])
 
     def add_image(entry: Any) -> None:
         image = folder / entry["file_name"], (int(entry["width"]), int(entry["height"])), []
@@ -131,29 +120,33 @@ def read_objects(
             raise ValueError("an `id` of two images, or no pixels")
 
     def add_object(entry: Any) -> None:
-        _, (width, height), rows = images[entry["image_id"]]
+        rows = images[entry["image_id"]][2]
         x, y, w, h = map(float, entry["bbox"])
-        area, label = float(entry.get("area") or w * h), labels[entry["category_id"]]
+        area, category = float(entry.get("area") or w * h), entry["category_id"]
+        if category not in names:
+            raise KeyError(category)
         if not math.isfinite(x + y + w + h + area):
             raise ValueError("not finite")
-        x0, x1 = (min(max(a, 0.0), width) for a in (x, x + w))
-        y0, y1 = (min(max(a, 0.0), height) for a in (y, y + h))
-        has_size = x1 > x0 and y1 > y0
-        row = x0, y0, x1, y1, area, label, bool(entry.get("iscrowd"))
-        (rows if has_size else left_out).append(row)
+        rows.append((x, y, x + w, y + h, area, category, bool(entry.get("iscrowd"))))
 
+    content = read_json(file)
+    _read(file, content, "categories", add_category)
     _read(file, content, "images", add_image)
     _read(file, content, "annotations", add_object)
-    result = []
+    names, result, left_out = dict(sorted(names.items())), [], 0
     for name, size, rows in images.values():
         if not name.is_file():
             raise DataError(f"{name}: not found, but {file} lists it.")
         table = np.array(rows, np.float64).reshape(-1, 7)
-        columns = table[:, :4], table[:, 4], table[:, 5].astype(np.int32), table[:, 6] > 0
-        result.append(ImageObjects(name, size, *columns))
+        boxes = table[:, :4].clip(0, size * 2)
+        has_size = np.all(boxes[:, 2:] > boxes[:, :2], axis=1)
+        left_out += int(np.sum(~has_size))
+        boxes, (areas, numbers, is_crowd) = boxes[has_size], table[has_size, 4:].T
+        labels = np.searchsorted([*names], numbers).astype(np.int32)
+        result.append(ImageObjects(name, size, boxes, areas, labels, is_crowd > 0))
     if all(image.is_crowd.all() for image in result):
         raise DataError(f"{file}: has no object. Annotate some, or remove the set.")
-    return result, len(left_out)
+    return names, result, left_out
 
 
 def _read(file: Path, content: Mapping[str, Any], name: str, add: Callable[[Any], None]) -> None:
@@ -169,12 +162,6 @@ def _read(file: Path, content: Mapping[str, Any], name: str, add: Callable[[Any]
                 f"{file}: {entry!s:.200} of `{name}` is not as in COCO's format "
                 f"({type(error).__name__}: {error}). Correct or remove it."
             ) from error
-
-
-def _add_category(names: dict[int, str], entry: Any) -> None:
-    if entry["id"] in names:
-        raise ValueError("an `id` of two categories")
-    names[int(entry["id"])] = str(entry["name"])
 
 
 def hold_out(data: DetectionData, validation: float) -> DetectionData:
