@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from .._files import read_json_object
+from .._files import read_json_object, replace_file
 from ..models.resnet import FrozenBatchNorm
 from ..models.rt_detr import RTDetr, init_class_heads
 from ..models.rt_detr_config import RTDetrConfig
 from ..ops._common.arguments import as_integer, check_instance
 from .checkpoint import MODEL
-from .files import load_weights, replacing, save_weights
+from .files import load_weights, save_weights
 from .safetensors_file import check_finite
 from .tables import COUNTER, RT_DETR
 from .weights import from_torch, to_torch
@@ -28,9 +28,8 @@ POINTS_SCALE = "encoder_attn.n_points_scale"  # a constant in files of v2
 # Images as RT-DETR was trained on: of one size, in [0, 1], not normalized.
 PREPROCESSOR = {
     "image_processor_type": "RTDetrImageProcessor", "format": "coco_detection",
-    "do_resize": True, "resample": 2,
-    "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": False, "do_pad": False,
-    "do_convert_annotations": True,
+    "do_resize": True, "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255,
+    "do_normalize": False, "do_pad": False, "do_convert_annotations": True,
 }  # fmt: skip
 
 
@@ -67,8 +66,7 @@ def load_detector(
     folder = _find_folder(source)
     config = RTDetrConfig.from_dict(read_json_object(folder / "config.json", "a config.json"))
     weights = load_weights(folder / MODEL)
-    scales = [name for name in weights if name.endswith(POINTS_SCALE)]
-    for name in scales:
+    for name in [name for name in weights if name.endswith(POINTS_SCALE)]:
         if not np.allclose(weights.pop(name), 1 / config.decoder_n_points):
             raise ValueError(f"{folder}: {name} must be 1 / `decoder_n_points` everywhere.")
     model = nnx.eval_shape(lambda: RTDetr(config, **options, rngs=nnx.Rngs(0)))
@@ -121,29 +119,23 @@ def save_detector(
     weights = to_torch(model, RT_DETR, prefix=PREFIX)
     is_frozen = isinstance(model.backbone.stem_norm[0], FrozenBatchNorm)
     config = replace(config, freeze_backbone_batch_norms=is_frozen)
-    if is_frozen:  # those of transformers count no batches
-        start = f"{PREFIX}.backbone."
-        weights = {
-            name: array
-            for name, array in weights.items()
-            if not (name.startswith(start) and name.endswith(COUNTER))
-        }
+    for name, array in [*weights.items()]:
+        check_finite(name, np.asarray(array))
+        # Frozen norms of transformers count no batches.
+        if is_frozen and name.startswith(f"{PREFIX}.backbone.") and name.endswith(COUNTER):
+            del weights[name]
     if config.model_type == "rt_detr_v2":
         count = config.decoder_n_points * config.num_feature_levels
         scale = np.full(count, 1 / config.decoder_n_points, np.float32)
         for i in range(config.decoder_layers):
             weights[f"{PREFIX}.decoder.layers.{i}.{POINTS_SCALE}"] = scale
-    for name, array in weights.items():
-        check_finite(name, np.asarray(array))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_weights(folder / MODEL, weights)
     settings = config.to_dict() | {"dtype": np.dtype(model.options.param_dtype).name}
-    size = {"height": image_size, "width": image_size}
-    processor = PREPROCESSOR | {"size": size}
+    processor = PREPROCESSOR | {"size": {"height": image_size, "width": image_size}}
     for name, content in (("config.json", settings), ("preprocessor_config.json", processor)):
-        with replacing(folder / name) as partial:
-            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        replace_file(folder / name, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def _find_folder(source: str | os.PathLike[str]) -> Path:

@@ -117,28 +117,19 @@ TORCHVISION_RETINANET = Table(
 
 # RT-DETR as transformers names it in files, prefix `model`. Shortcuts begin with a pool, except in
 # the first stage.
+_RT_DETR_RESNET = {
+    "embedder.embedder.{i}.convolution": "stem_conv.{i}",
+    "embedder.embedder.{i}.normalization": "stem_norm.{i}",
+    "encoder.stages.{i}.layers.{j}.layer.{k-1}.convolution": "stages.{i}.{j}.conv{k}",
+    "encoder.stages.{i}.layers.{j}.layer.{k-1}.normalization": "stages.{i}.{j}.norm{k}",
+    "encoder.stages.0.layers.{j}.shortcut.convolution": "stages.0.{j}.shortcut",
+    "encoder.stages.0.layers.{j}.shortcut.normalization": "stages.0.{j}.shortcut_norm",
+    "encoder.stages.{i}.layers.{j}.shortcut.1.convolution": "stages.{i}.{j}.shortcut",
+    "encoder.stages.{i}.layers.{j}.shortcut.1.normalization": "stages.{i}.{j}.shortcut_norm",
+}
 RT_DETR = Table(
-    {
-        "backbone.model.embedder.embedder.{i}.convolution": "backbone.stem_conv.{i}",
-        "backbone.model.embedder.embedder.{i}.normalization": "backbone.stem_norm.{i}",
-        "backbone.model.encoder.stages.{i}.layers.{j}.layer.{k-1}.convolution": (
-            "backbone.stages.{i}.{j}.conv{k}"
-        ),
-        "backbone.model.encoder.stages.{i}.layers.{j}.layer.{k-1}.normalization": (
-            "backbone.stages.{i}.{j}.norm{k}"
-        ),
-        "backbone.model.encoder.stages.0.layers.{j}.shortcut.convolution": (
-            "backbone.stages.0.{j}.shortcut"
-        ),
-        "backbone.model.encoder.stages.0.layers.{j}.shortcut.normalization": (
-            "backbone.stages.0.{j}.shortcut_norm"
-        ),
-        "backbone.model.encoder.stages.{i}.layers.{j}.shortcut.1.convolution": (
-            "backbone.stages.{i}.{j}.shortcut"
-        ),
-        "backbone.model.encoder.stages.{i}.layers.{j}.shortcut.1.normalization": (
-            "backbone.stages.{i}.{j}.shortcut_norm"
-        ),
+    {f"backbone.model.{theirs}": f"backbone.{ours}" for theirs, ours in _RT_DETR_RESNET.items()}
+    | {
         "encoder_input_proj.{i}.0": "encoder_input_proj.{i}.conv",
         "encoder_input_proj.{i}.1": "encoder_input_proj.{i}.norm",
         "decoder_input_proj.{i}.0": "decoder_input_proj.{i}.conv",
