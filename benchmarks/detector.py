@@ -24,7 +24,7 @@ CONFIG, MODEL = DetectorConfig(dtype="bfloat16"), RTDetrConfig(id2label=COCO)  #
 MULTIPLE = 8  # of the largest batch
 SMALL_CONFIG = dataclasses.replace(CONFIG, image_size=64, batch_size=8)
 SMALL = RTDetrConfig(
-    backbone_config=BackboneConfig(hidden_sizes=(256, 512), depths=(1, 1), out_indices=(1, 2)),
+    backbone_config=BackboneConfig(depths=(1, 1), out_indices=(1, 2)),
     encode_proj_layers=(1,), encoder_hidden_dim=32, encoder_ffn_dim=32, d_model=32, num_queries=10,
     decoder_ffn_dim=32, num_feature_levels=2, decoder_layers=1, num_denoising=4,
 )  # fmt: skip

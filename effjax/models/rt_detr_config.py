@@ -39,7 +39,6 @@ class BackboneConfig:
 
     num_channels: int = 3
     embedding_size: int = 64
-    hidden_sizes: tuple[int, ...] = (256, 512, 1024, 2048)
     depths: tuple[int, ...] = (3, 4, 6, 3)
     layer_type: str = "bottleneck"
     downsample_in_bottleneck: bool = False
@@ -47,21 +46,22 @@ class BackboneConfig:
 
     def __post_init__(self) -> None:
         check_choice("layer_type", self.layer_type, "basic", "bottleneck")
-        for name in ("hidden_sizes", "depths", "out_indices"):
+        for name in ("depths", "out_indices"):
             object.__setattr__(self, name, as_sizes(name, getattr(self, name)))
         for name in ("num_channels", "embedding_size"):
             as_integer(name, getattr(self, name), 1, MAX_SIZE)
         stages = len(self.depths)
+        if self.out_indices != tuple(range(self.out_indices[0], stages + 1)):
+            raise ValueError(
+                f"`out_indices` (={self.out_indices}) must be successive numbers up to that of the "
+                f"stages (={stages}); others are not supported."
+            )
+
+    @property
+    def hidden_sizes(self) -> list[int]:
+        """The channels of the stages."""
         first = self.embedding_size * (4 if self.layer_type == "bottleneck" else 1)
-        sizes = tuple(first << i for i in range(stages))
-        for name, value in {
-            "hidden_sizes": sizes, "out_indices": tuple(range(self.out_indices[0], stages + 1))
-        }.items():  # fmt: skip
-            if getattr(self, name) != value or not value:
-                raise ValueError(
-                    f"`{name}` (={getattr(self, name)}) of {stages} stages with `embedding_size` "
-                    f"{self.embedding_size} must be {value}; others are not supported."
-                )
+        return [first << stage for stage in range(len(self.depths))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,9 @@ class RTDetrConfig:
         num_feature_levels, decoder_n_points: the levels, and the points of each, that a head reads.
         decoder_offset_scale: of rt_detr_v2: unit of the points' offsets, in sizes of the box.
         num_denoising, label_noise_ratio, box_noise_scale: of the denoising queries in training.
-        anchor_image_size: not used: anchors are those of the images' size.
         initializer_bias_prior_prob: initial probability of a class; None for 1 / (classes + 1).
         auxiliary_loss: whether all layers of the decoder have losses.
-        matcher_*, weight_loss_*, focal_loss_*, eos_coefficient: of the loss.
+        matcher_*, weight_loss_*, focal_loss_*: of the loss.
 
     Raises:
         TypeError, ValueError: if a value has the wrong type, is out of range, or does not fit the
@@ -126,7 +125,6 @@ class RTDetrConfig:
     num_denoising: int = 100
     label_noise_ratio: float = 0.5
     box_noise_scale: float = 1.0
-    anchor_image_size: tuple[int, ...] | None = None
     initializer_bias_prior_prob: float | None = None
     auxiliary_loss: bool = True
     matcher_alpha: float = 0.25
@@ -139,24 +137,20 @@ class RTDetrConfig:
     weight_loss_vfl: float = 1.0
     weight_loss_bbox: float = 5.0
     weight_loss_giou: float = 2.0
-    eos_coefficient: float = 1e-4
 
     def __post_init__(self) -> None:
         check_choice("model_type", self.model_type, *ARCHITECTURES)
         backbone = self.backbone_config
         if isinstance(backbone, Mapping):
             object.__setattr__(self, "backbone_config", _parse_backbone(backbone))
-        for name in ("id2label", "encode_proj_layers", "anchor_image_size"):
-            if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, tuple(value))
+        for name in ("id2label", "encode_proj_layers"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             low = 0 if any(part in name for part in MAY_BE_ZERO) else 1
             if name.endswith("_function"):
                 check_choice(name, value, *ACTIVATIONS)
-            elif isinstance(field.default, bool):
-                check_instance(name, value, bool, "a bool")
-            elif isinstance(field.default, int):
+            elif type(field.default) is int:
                 as_integer(name, value, low, MAX_SIZE)
             elif isinstance(field.default, float):
                 least = 0.0 if low == 0 else math.ulp(0.0)
@@ -217,9 +211,7 @@ class RTDetrConfig:
                 supported, such as a backbone of timm.
         """
         check_instance("settings", settings, Mapping, "the content of a config.json, a dict")
-        _refuse_unsupported(settings, SUPPORTED)
-        names = {field.name for field in dataclasses.fields(cls)}
-        fields = {name: v for name, v in settings.items() if name in names and v is not None}
+        fields = _select_fields(cls, settings)
         labels = fields.get("id2label")
         if isinstance(labels, Mapping):
             by_number = {str(number): str(name) for number, name in labels.items()}
@@ -231,14 +223,16 @@ class RTDetrConfig:
             count = as_integer("num_labels", count, 1, MAX_SIZE)
             fields["id2label"] = tuple(f"LABEL_{i}" for i in range(count))
         config = cls(**fields)
-        _refuse_unsupported(settings, config._implied())
+        _refuse_unsupported(settings, SUPPORTED | config._implied())
         return config
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of a config.json that transformers reads."""
         settings = dataclasses.asdict(self) | self._implied()
         settings["architectures"] = [ARCHITECTURES[self.model_type]]
-        settings["backbone_config"]["model_type"] = "rt_detr_resnet"
+        settings["backbone_config"] |= {
+            "model_type": "rt_detr_resnet", "hidden_sizes": self.backbone_config.hidden_sizes
+        }  # fmt: skip
         settings["id2label"] = {str(i): name for i, name in enumerate(self.id2label)}
         settings["label2id"] = {name: i for i, name in enumerate(self.id2label)}
         return settings
@@ -255,12 +249,17 @@ class RTDetrConfig:
 
 
 def _parse_backbone(settings: Mapping[str, Any]) -> BackboneConfig:
-    _refuse_unsupported(settings, SUPPORTED_BACKBONE)
-    names = {field.name for field in dataclasses.fields(BackboneConfig)}
-    fields = {name: v for name, v in settings.items() if name in names and v is not None}
+    fields = _select_fields(BackboneConfig, settings)
     if "out_indices" not in fields and (stages := settings.get("out_features")) is not None:
         fields["out_indices"] = [int(str(stage).removeprefix("stage")) for stage in stages]
-    return BackboneConfig(**fields)
+    config = BackboneConfig(**fields)
+    _refuse_unsupported(settings, SUPPORTED_BACKBONE | {"hidden_sizes": config.hidden_sizes})
+    return config
+
+
+def _select_fields(config_type: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(config_type)}
+    return {name: v for name, v in settings.items() if name in names and v is not None}
 
 
 def _refuse_unsupported(settings: Mapping[str, Any], supported: Mapping[str, Any]) -> None:

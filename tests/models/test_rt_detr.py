@@ -16,6 +16,7 @@ from effjax.convert import load_detector, save_detector
 from effjax.memory import residual_bytes
 from effjax.models import RTDetr, RTDetrConfig
 from effjax.models.detection import DenoisingQueries
+from effjax.models.rt_detr_config import SUPPORTED, SUPPORTED_BACKBONE
 from tests.convert.detectors import CONFIGS, make_denoising, make_images
 from tests.tiers import vary
 
@@ -46,9 +47,8 @@ def split(**options):
 
 
 def assert_close(got, want, tolerance=1e-10):
-    for (path, a), b in zip(
-        jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):  # fmt: skip
+    pairs = zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True)
+    for (path, a), b in pairs:
         np.testing.assert_allclose(a, b, 0, tolerance, err_msg=jax.tree_util.keystr(path))
 
 
@@ -145,14 +145,7 @@ def test_sampled_points(x64):
 
 REFUSED = [
     ({"model_type": "deformable_detr"}, "`model_type` (='deformable_detr')"),
-    ({"decoder_method": "discrete"}, "`decoder_method` (='discrete') of config.json must be"),
-    ({"backbone": "resnet50"}, "`backbone` (='resnet50')"),
-    ({"use_timm_backbone": True}, "`use_timm_backbone` (=True)"),
-    ({"eval_size": [640, 640]}, "`eval_size` (=[640, 640])"),
-    ({"learn_initial_query": True}, "`learn_initial_query` (=True)"),
-    ({"with_box_refine": False}, "`with_box_refine` (=False)"),
-    ({"use_focal_loss": False}, "`use_focal_loss` (=False)"),
-    ({"dropout": 0.1}, "`dropout` (=0.1)"),
+    *(({name: "other"}, f"`{name}` (='other') of config.json must be") for name in SUPPORTED),
     ({"num_feature_levels": 4}, "`num_feature_levels` (=4)"),
     ({"decoder_in_channels": [8, 8, 4]}, "`decoder_in_channels` (=[8, 8, 4])"),
     ({"encoder_in_channels": [8, 16]}, "`encoder_in_channels` (=[8, 16])"),
@@ -163,16 +156,15 @@ REFUSED = [
     ({"encoder_hidden_dim": 6}, "`encoder_hidden_dim` (=6)"),
     ({"encode_proj_layers": [3]}, "`encode_proj_layers` (=3)"),
     ({"num_queries": 0}, "`num_queries` (=0)"),
+    ({"num_queries": 7.5}, "`num_queries` must be an integer"),
     ({"layer_norm_eps": 0.0}, "`layer_norm_eps` (=0.0) must be positive"),
     ({"id2label": {"1": "a", "2": "b"}}, "`id2label` of config.json"),
     ({"id2label": []}, "`id2label` (=()) must name"),
     ({"initializer_bias_prior_prob": 1.0}, "`initializer_bias_prior_prob` (=1.0)"),
 ]  # fmt: skip
 REFUSED_BACKBONES = [
-    ({"model_type": "resnet"}, "`model_type` (='resnet')"),
-    ({"hidden_act": "gelu"}, "`hidden_act` (='gelu')"),
-    ({"downsample_in_first_stage": True}, "`downsample_in_first_stage` (=True)"),
-    ({"hidden_sizes": [4, 8, 16, 16]}, "`hidden_sizes` (=(4, 8, 16, 16))"),
+    *(({name: "other"}, f"`{name}` (='other')") for name in SUPPORTED_BACKBONE),
+    ({"hidden_sizes": [4, 8, 16, 16]}, "`hidden_sizes` (=[4, 8, 16, 16])"),
     ({"out_indices": [2, 4]}, "`out_indices` (=(2, 4))"),
     ({"layer_type": "wide"}, "`layer_type` (='wide')"),
 ]  # fmt: skip
@@ -183,13 +175,7 @@ REFUSED_BACKBONES = [
     REFUSED + [({"backbone_config": V1["backbone_config"] | c}, m) for c, m in REFUSED_BACKBONES],
 )
 def test_refuses_configurations(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        RTDetrConfig.from_dict(V1 | changes)
-
-
-@pytest.mark.parametrize("changes", [{"num_queries": 7.5}, {"normalize_before": 1}])
-def test_refuses_types(changes):
-    with pytest.raises(TypeError, match=f"`{next(iter(changes))}` must be"):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         RTDetrConfig.from_dict(V1 | changes)
 
 
