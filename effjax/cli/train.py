@@ -1,7 +1,7 @@
 """The commands that train: `effjax train`, and `effjax finetune`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -66,18 +66,12 @@ def train_detector(given: dict[str, Any]) -> None:
 
     At the end, RUN/model holds the best parameters in Hugging Face's layout.
     """
-    request, console = request_run(DetectorConfig, given), make_console()
-    config = request.config
-    if (fit := given.get("fit")) is not None:
-        from ..train.detection.plans import memory_choices
-        from ..train.mesh import make_mesh
-
-        size = make_mesh(config.mesh).size
-        choices = memory_choices(config, request.given, size)
-        config = fit_config(config, request.given, fit, choices, size)
+    request = request_run(DetectorConfig, given)
+    from ..train.detection.plans import memory_choices
     from ..train.detection.task import describe, prepare, result_rows
     from ..train.report import print_line, print_table
 
+    config, console = fit_steps(request, given.get("fit"), memory_choices), make_console()
     task = prepare(config, resume=request.resume)
     run, result = train(request, task, describe(task), console, memory_options="--save features")
     print_table(console, result_rows(result))
@@ -130,6 +124,21 @@ def fit_images(request: RunRequest, fit: str | None) -> RunRequest:
     return dataclasses.replace(request, config=config)
 
 
+def fit_steps(request: RunRequest, fit: str | None, memory_choices: Callable[..., Any]) -> Any:
+    """Return the configuration with the options that `--fit` chooses, if it is given.
+
+    The choice does not depend on the data.
+    """
+    config = request.config.resolve()
+    if fit is None:
+        return config
+    from ..train.mesh import make_mesh
+
+    size = make_mesh(config.mesh).size
+    choices = memory_choices(config, {*request.given}, size)
+    return fit_config(config, request.given, fit, choices, size)
+
+
 def train_on_images(request: RunRequest) -> "ImageResult":
     """Train a network on images, and print its result."""
     from ..train.images.report import describe, result_rows
@@ -169,18 +178,12 @@ def train_and_compare(request: RunRequest) -> None:
 def train_on_text(given: Mapping[str, Any]) -> None:
     """Fine-tune a language model, and print its result."""
     request = request_run(FinetuneConfig, given)
-    config, console = request.config, make_console()
-    if (fit := given.get("fit")) is not None:
-        from ..train.mesh import make_mesh
-        from ..train.text.plans import memory_choices
-
-        config, size = config.resolve(), make_mesh(config.mesh).size
-        choices = memory_choices(config, set(request.given), size)
-        config = fit_config(config, request.given, fit, choices, size)
     from ..train.report import load_bar, print_line, print_table
+    from ..train.text.plans import memory_choices
     from ..train.text.report import describe, describe_stops, result_rows
     from ..train.text.task import prepare
 
+    config, console = fit_steps(request, given.get("fit"), memory_choices), make_console()
     with load_bar(console) as update:
         task = prepare(config, load_progress=update, resume=request.resume)
         run, result = train(request, task, describe(task), console, "--fit, or --params-in host")
