@@ -187,9 +187,13 @@ class Task(abc.ABC, Generic[Result]):
             **{f"validation_{name}": value for name, value in validation.items()},
         }
 
-    @abc.abstractmethod
     def score(self, record: Record) -> tuple[float, ...]:
-        """Return a score for choosing the best parameters; higher is better."""
+        """Return a score for choosing the best parameters; higher is better.
+
+        By default the negative validation loss. Without validation, and of equal losses, the last
+        record is the best.
+        """
+        return -record.get("validation_loss", 0), record["step"]
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         """Plot the records on Matplotlib axes; by default the losses."""

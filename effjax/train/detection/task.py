@@ -226,8 +226,7 @@ class DetectorTask(Task[DetectorResult]):
         return {"loss": float(metrics.loss)}
 
     def score(self, record: Record) -> tuple[float, ...]:
-        # Without validation, and of equal AP and loss, the last one is the best.
-        return record.get("validation_ap", 0), -record.get("validation_loss", 0), record["step"]
+        return record.get("validation_ap", 0), *super().score(record)
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         super().draw(axes, records)

@@ -282,9 +282,7 @@ class ImageTask(Task[ImageResult]):
         return {"loss": float(metrics.loss), "accuracy": accuracy}
 
     def score(self, record: Record) -> tuple[float, ...]:
-        # Later epochs win ties of accuracy and loss.
-        accuracy, loss = record.get("validation_accuracy", 0), record.get("validation_loss", 0)
-        return accuracy, -loss, record["epoch"]
+        return record.get("validation_accuracy", 0), *super().score(record)
 
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         super().draw(axes, records)

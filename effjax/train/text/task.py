@@ -296,10 +296,6 @@ class TextTask(Task[TextResult]):
         metrics = jax.device_get(metrics if isinstance(metrics, dict) else {"loss": metrics})
         return {name: float(value) for name, value in metrics.items()}
 
-    def score(self, record: Record) -> tuple[float, ...]:
-        # Without validation, and of equal losses, the last one is the best.
-        return -record.get("validation_loss", 0), record["step"]
-
     def draw(self, axes: Any, records: Sequence[Record]) -> None:
         super().draw(axes, records)
         axes.set(ylabel=f"loss (nats per {'pair' if self.config.has_pairs else 'token'})")
