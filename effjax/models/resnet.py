@@ -258,14 +258,9 @@ class ResNet(ImageNetwork, ResNetConfig):
         return functools.partial(norm, **norm_options(self), rngs=rngs)
 
     def _make_block(
-        self,
-        stage: int,
-        channels: int,
-        strides: int,
-        pool: bool,
-        conv: Callable[..., Any],
+        self, stage: int, channels: int, strides: int, pool: bool, conv: Callable[..., Any],
         rngs: nnx.Rngs,
-    ) -> nnx.Module:
+    ) -> nnx.Module:  # fmt: skip
         deform_conv = functools.partial(
             DeformConv, padding=1, use_bias=False, offset_groups=self.offset_groups,
             modulated=self.modulated, predict_offset=True, kernel_init=he_normal,

@@ -99,9 +99,8 @@ class RTDetr(nnx.Module):
         make = Factory(config, self.options, bool(frozen_norms), rngs)
         if frozen_norms is None:
             frozen_norms = config.freeze_backbone_batch_norms
-        backbone, hidden, features = (
-            config.backbone_config, config.encoder_hidden_dim, config.d_model,
-        )  # fmt: skip
+        backbone = config.backbone_config
+        hidden, features = config.encoder_hidden_dim, config.d_model
         self.backbone = ResNet(
             stage_sizes=backbone.depths, bottleneck=backbone.layer_type == "bottleneck",
             width=backbone.embedding_size, stride_in_1x1=backbone.downsample_in_bottleneck,

@@ -167,14 +167,8 @@ def _read(file: Path, content: Mapping[str, Any], name: str, add: Callable[[Any]
 def hold_out(data: DetectionData, validation: float) -> DetectionData:
     """Move a part of the train set to the validation set, unless the data set has its own.
 
-    The part is the same in every run.
-
-    Args:
-        data: The data set.
-        validation: Share of the train set if below 1, else a number of images. 0 for none.
-
-    Raises:
-        DataError: No image would be left, or none would be held out.
+    `validation` is a share of it if below 1, else a number of images. The part is the same in
+    every run. Raise DataError if it has no object, or is the whole set.
     """
     if validation == 0 or data.validation:
         return data

@@ -47,13 +47,7 @@ def training_step(
 
 
 def forms(config: DetectorConfig, given: Collection[str], num_devices: int = 1) -> dict[str, Form]:
-    """Return the forms of the step to compare; one, if the options choose it.
-
-    Args:
-        config: The configuration, resolved.
-        given: The names of the options that must keep their values.
-        num_devices: The number of devices.
-    """
+    """Return the forms of the step to compare, as `forms` of images does."""
     step = functools.partial(training_step, num_devices=num_devices)
     return recomputation_forms(config, given, step)
 
@@ -61,6 +55,6 @@ def forms(config: DetectorConfig, given: Collection[str], num_devices: int = 1) 
 def memory_choices(
     config: DetectorConfig, given: Collection[str] = (), num_devices: int = 1
 ) -> MemoryChoices:
-    """Return the options of a run that trade time for memory, with the arguments of `forms`."""
+    """Return the options of a run that trade time for memory, as `memory_choices` of images."""
     step = functools.partial(training_step, num_devices=num_devices)
     return recomputation_choices(config, given, step)

@@ -35,14 +35,7 @@ NO_LOGIT = -1e9  # of an object that cannot be
 
 
 def read_model(name: str) -> RTDetrConfig:
-    """Return the configuration of a model.
-
-    Args:
-        name: A folder, or a name on the Hub, of which config.json is downloaded.
-
-    Raises:
-        DataError: There is no RT-DETR.
-    """
+    """Return the configuration in a folder, or of a name on the Hub; raise DataError."""
     folder, repository = Path(name), parse_name(name)
     if repository is not None:
         folder, _ = download(repository, ("config.json",))

@@ -175,15 +175,7 @@ def ps_roi_align(
 ) -> jax.Array:
     """Apply `roi_align` such that bin (i, j) reads block ``i * output_size + j`` of the channels.
 
-    Args:
-        x: [N, H, W, output_size**2 * C].
-        boxes: as in `roi_align`.
-        output_size: rows and columns of bins.
-        spatial_scale: as in `roi_align`.
-        sampling_ratio: as in `roi_align`.
-
-    Returns:
-        [N, R, output_size, output_size, C].
+    x is [N, H, W, output_size**2 * C], and the result [N, R, output_size, output_size, C].
     """
     size = output_size, output_size
     y = _pool_aligned(
