@@ -52,9 +52,8 @@ def make_transformers(name):
         transformers.AutoConfig.for_model(**settings)
     )
     for key, array in model.named_parameters():
-        array.data.normal_(
-            std=0.1 if "embed" in key or array.ndim == 1 else array[0].numel() ** -0.5
-        )
+        is_small = "embed" in key or array.ndim == 1
+        array.data.normal_(std=0.1 if is_small else array[0].numel() ** -0.5)
     for key, array in model.state_dict().items():
         is_norm = "norm" in key or "_proj" in key
         if is_norm and array.ndim == 1 and key.endswith(("weight", "var")):
@@ -103,9 +102,8 @@ def flatten_theirs(output):
 def assert_close(got, want, tolerance=1e-9):
     for key, array in want.items():
         array = array.detach().numpy()
-        np.testing.assert_allclose(
-            got[key], array, 0, tolerance * max(1, abs(array).max()), err_msg=key
-        )
+        limit = tolerance * max(1, abs(array).max())
+        np.testing.assert_allclose(got[key], array, 0, limit, err_msg=key)
 
 
 @configs
@@ -155,9 +153,8 @@ def test_training_step(name, tmp_path, monkeypatch, x64):
     for key, array in theirs.named_parameters():
         if key.startswith("model."):
             key, grad = update_name(key, RT_DETR), ours.pop(update_name(key, RT_DETR))
-            np.testing.assert_allclose(
-                grad, array.grad, 0, 1e-9 * max(1, abs(grad).max()), err_msg=key
-            )
+            tolerance = 1e-9 * max(1, abs(grad).max())
+            np.testing.assert_allclose(grad, array.grad, 0, tolerance, err_msg=key)
     is_frozen = model.config.freeze_backbone_batch_norms
     assert all("backbone" in key and not array.any() for key, array in ours.items())
     assert bool(ours) == is_frozen
@@ -205,11 +202,9 @@ def test_backbone_on_odd_sizes(name, tmp_path, x64):
 
 
 def test_defaults():
-    for kind, config in {
-        "rt_detr": transformers.RTDetrConfig(), "rt_detr_v2": transformers.RTDetrV2Config()
-    }.items():  # fmt: skip
+    for config in (transformers.RTDetrConfig(), transformers.RTDetrV2Config()):
         settings = json.loads(config.to_json_string(use_diff=False))
-        assert RTDetrConfig.from_dict(settings) == RTDetrConfig(model_type=kind)
+        assert RTDetrConfig.from_dict(settings) == RTDetrConfig(model_type=config.model_type)
 
 
 def test_other_classes(tmp_path, x64):

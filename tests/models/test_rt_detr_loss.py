@@ -70,9 +70,7 @@ def torch_loss(output, targets, config=CONFIG):
 
     leaves = jax.tree.map(lambda a: torch.tensor(np.asarray(a), requires_grad=True), output)
     pairs = list(zip(leaves.denoising, leaves.layers, strict=True))
-    stacked = [
-        torch.stack([torch.cat([d[i], o[i]], 1) for d, o in pairs], 1) for i in (0, 1)
-    ]  # fmt: skip
+    stacked = [torch.stack([torch.cat([d[i], o[i]], 1) for d, o in pairs], 1) for i in (0, 1)]
     n = targets.labels.shape[1]
     counts = (np.asarray(targets.labels) >= 0).sum(1)
     positive = [
@@ -106,20 +104,17 @@ def test_loss_is_that_of_transformers(counts, x64):
     (loss, parts), gradients = loss_and_gradients(output, targets)
     close((loss, parts, gradients), torch_loss(output, targets))
     run = functools.partial(detection_loss, config=CONFIG)
-    assert (
-        loss_and_gradients._cache_size() == 1
-        and len(run(output._replace(denoising=()), targets)[1]) == 5
-    )
+    assert loss_and_gradients._cache_size() == 1
+    assert len(run(output._replace(denoising=()), targets)[1]) == 5
 
 
 def test_padding_has_no_influence():
     output, targets = draw(dtype=np.float32)
     output = output._replace(denoising=())
     labels = np.pad(targets.labels, ((0, 0), (0, 3)), constant_values=-1)
-    padded = Targets(
-        labels, np.pad(targets.boxes, ((0, 0), (0, 3), (0, 0)), constant_values=np.inf)
-    )
-    close(loss_and_gradients(output, targets), loss_and_gradients(output, padded), 1e-6)
+    boxes = np.pad(targets.boxes, ((0, 0), (0, 3), (0, 0)), constant_values=np.inf)
+    padded = loss_and_gradients(output, Targets(labels, boxes))
+    close(loss_and_gradients(output, targets), padded, 1e-6)
 
 
 def test_half_types_and_boxes_of_no_size():
@@ -147,17 +142,16 @@ def test_matching_has_the_smallest_cost(kind, x64):
     costs = rng.normal(size=(5, 2, 8 if kind == "square" else 20, 8))
     if kind == "ties":
         costs = np.round(costs)
-    if kind in ("equal", "contested"):
-        costs = np.ones_like(costs) + (kind == "contested") * (
-            rng.normal(size=(5, 2, 20, 1)) + costs * 0.1
-        )
+    if kind == "equal":
+        costs = np.ones_like(costs)
+    if kind == "contested":
+        costs = rng.normal(size=(5, 2, 20, 1)) + costs * 0.1
     is_target = rng.uniform(size=(5, 2, 8)) < np.linspace(0, 1.3, 5)[:, None, None]
     got = jax.jit(match)(costs, is_target)
     np.testing.assert_array_equal(got, jax.jit(jax.vmap(match))(costs, is_target))
     np.testing.assert_array_equal(got[1, 1], match(costs[1, 1], is_target[1, 1]))
-    for c, t, query in zip(
-        *(a.reshape(10, *a.shape[2:]) for a in (costs, is_target, got)), strict=True
-    ):
+    images = (a.reshape(10, *a.shape[2:]) for a in (costs, is_target, got))
+    for c, t, query in zip(*images, strict=True):
         np.testing.assert_array_equal(query >= 0, t)
         rows, columns = scipy_optimize.linear_sum_assignment(c[:, t])
         close(total(c, np.asarray(query)), c[:, t][rows, columns].sum(), 1e-12)

@@ -104,9 +104,8 @@ def test_validation_is_held_out(tmp_path):
     assert len(split.validation) == 2 and sorted(files) == [f"{i}.png" for i in range(8)]
     assert [*map(str, data.hold_out(found, 2).validation)] == [*map(str, split.validation)]
     for share in (0.01, 8):
-        with pytest.raises(
-            DataError, match=f"`validation` .={share}. must hold out at least one object"
-        ):
+        message = f"`validation` .={share}. must hold out at least one object"
+        with pytest.raises(DataError, match=message):
             data.hold_out(found, share)
 
 
