@@ -336,8 +336,7 @@ def make_denoising_queries(
         labels = jnp.where(is_random, random, labels)
         shift = jax.random.uniform(keys[2], boxes.shape, boxes.dtype)
         shift += (number // n % 2)[:, None].astype(boxes.dtype)
-        shift *= jax.random.rademacher(keys[3], boxes.shape, boxes.dtype)
-        shift *= config.box_noise_scale
+        shift *= jax.random.rademacher(keys[3], boxes.shape, boxes.dtype) * config.box_noise_scale
         half = jnp.concatenate([boxes[..., 2:]] * 2, -1) / 2
         corners = jnp.concatenate(_corners(boxes), -1) + shift * half
         start, end = jnp.split(jnp.clip(corners, 0, 1), 2, -1)

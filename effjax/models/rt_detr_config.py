@@ -150,7 +150,9 @@ class RTDetrConfig:
             low = 0 if any(part in name for part in MAY_BE_ZERO) else 1
             if name.endswith("_function"):
                 check_choice(name, value, *ACTIVATIONS)
-            elif type(field.default) is int:
+            elif isinstance(field.default, bool):
+                check_instance(name, value, bool, "a bool")
+            elif isinstance(field.default, int):
                 as_integer(name, value, low, MAX_SIZE)
             elif isinstance(field.default, float):
                 least = 0.0 if low == 0 else math.ulp(0.0)

@@ -16,7 +16,6 @@ from effjax.convert import load_detector, save_detector
 from effjax.memory import residual_bytes
 from effjax.models import RTDetr, RTDetrConfig
 from effjax.models.detection import DenoisingQueries
-from effjax.models.rt_detr_config import SUPPORTED, SUPPORTED_BACKBONE
 from tests.convert.detectors import CONFIGS, make_denoising, make_images
 from tests.tiers import vary
 
@@ -145,7 +144,14 @@ def test_sampled_points(x64):
 
 REFUSED = [
     ({"model_type": "deformable_detr"}, "`model_type` (='deformable_detr')"),
-    *(({name: "other"}, f"`{name}` (='other') of config.json must be") for name in SUPPORTED),
+    *(
+        ({name: "other"}, f"`{name}` (='other') of config.json must be")
+        for name in (
+            "decoder_method", "backbone", "use_timm_backbone", "eval_size", "learn_initial_query",
+            "with_box_refine", "use_focal_loss", "dropout", "activation_dropout",
+            "attention_dropout",
+        )
+    ),
     ({"num_feature_levels": 4}, "`num_feature_levels` (=4)"),
     ({"decoder_in_channels": [8, 8, 4]}, "`decoder_in_channels` (=[8, 8, 4])"),
     ({"encoder_in_channels": [8, 16]}, "`encoder_in_channels` (=[8, 16])"),
@@ -157,13 +163,16 @@ REFUSED = [
     ({"encode_proj_layers": [3]}, "`encode_proj_layers` (=3)"),
     ({"num_queries": 0}, "`num_queries` (=0)"),
     ({"num_queries": 7.5}, "`num_queries` must be an integer"),
+    ({"normalize_before": "false"}, "`normalize_before` must be a bool"),
     ({"layer_norm_eps": 0.0}, "`layer_norm_eps` (=0.0) must be positive"),
     ({"id2label": {"1": "a", "2": "b"}}, "`id2label` of config.json"),
     ({"id2label": []}, "`id2label` (=()) must name"),
     ({"initializer_bias_prior_prob": 1.0}, "`initializer_bias_prior_prob` (=1.0)"),
 ]  # fmt: skip
 REFUSED_BACKBONES = [
-    *(({name: "other"}, f"`{name}` (='other')") for name in SUPPORTED_BACKBONE),
+    *(({name: "other"}, f"`{name}` (='other')") for name in (
+        "model_type", "hidden_act", "downsample_in_first_stage"
+    )),
     ({"hidden_sizes": [4, 8, 16, 16]}, "`hidden_sizes` (=[4, 8, 16, 16])"),
     ({"out_indices": [2, 4]}, "`out_indices` (=(2, 4))"),
     ({"layer_type": "wide"}, "`layer_type` (='wide')"),

@@ -35,7 +35,7 @@ def training_step(
     """
     config, mesh = config.resolve(), planning_mesh(config.mesh, num_devices)
     if model is None:
-        model = read_model(config.weights) if config.weights else RTDetrConfig(id2label=COCO)
+        model = read_model(config.weights)[0] if config.weights else RTDetrConfig(id2label=COCO)
     # The length of the schedule does not change the memory of a step.
     schedule = make_schedule(config.schedule, config.learning_rate, 1000, config.warmup)
     learner, side = make_learner(config, model, schedule), config.train_sizes[-1]

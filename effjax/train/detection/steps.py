@@ -1,6 +1,7 @@
 """The model, the optimizer and the training step of a run of a detector. No data are read."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,17 @@ NUM_DETECTIONS = 300  # of each image that are compared with its objects
 NO_LOGIT = -1e9  # of an object that cannot be
 
 
-def read_model(name: str) -> RTDetrConfig:
-    """Return the configuration in a folder, or of a name on the Hub; raise DataError."""
+def read_model(name: str) -> tuple[RTDetrConfig, str]:
+    """Return the configuration of an RT-DETR and its full name; raise DataError.
+
+    The full name of a folder is absolute, and that of a name on the Hub has the commit.
+    """
     folder, repository = Path(name), parse_name(name)
     if repository is not None:
-        folder, _ = download(repository, ("config.json",))
+        folder, repository = download(repository, ("config.json",))
     try:
-        return RTDetrConfig.from_dict(read_json(folder / "config.json"))
+        config = RTDetrConfig.from_dict(read_json(folder / "config.json"))
+        return config, str(repository or os.path.realpath(folder))
     except (TypeError, ValueError) as error:
         raise DataError(f"{folder / 'config.json'}: {error}") from error
 

@@ -4,7 +4,6 @@
 import dataclasses
 import functools
 import itertools
-import os
 import statistics
 import time
 import warnings
@@ -100,7 +99,7 @@ def prepare(
     if not config.data or not config.weights:
         raise TrainError("`data` and `weights` must be given: a folder, and an RT-DETR.")
     data = hold_out(load_coco(Path(config.data)), config.validation)
-    source = read_model(config.weights)
+    source, weights = read_model(config.weights)
     most, file = most_objects(data)
     if most > source.num_queries:
         raise DataError(
@@ -108,9 +107,7 @@ def prepare(
             f"(={source.num_queries}). Use a model with more queries, or split the image."
         )
     steps = config.steps or max(round(config.epochs * len(data.train) / config.batch_size), 1)
-    # The run may be resumed in another folder.
-    path = os.path.realpath(config.weights) if Path(config.weights).exists() else config.weights
-    config = dataclasses.replace(config, steps=steps, weights=path)
+    config = dataclasses.replace(config, steps=steps, weights=weights)
     schedule = make_schedule(config.schedule, config.learning_rate, steps, config.warmup)
     model = dataclasses.replace(source, id2label=data.class_names)
     learner = make_learner(config, model, schedule)

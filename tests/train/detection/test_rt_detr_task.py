@@ -18,6 +18,7 @@ from effjax.train.errors import PreemptionError, TrainError
 from effjax.train.loop import fit
 from tests.train import small
 from tests.train.detection import coco
+from tests.train.text.hub import COMMIT, serve, use
 
 for name in ("PIL", "pycocotools", "matplotlib"):
     pytest.importorskip(name)
@@ -154,6 +155,24 @@ def test_options_that_do_not_fit(folder, options, message):
     paths = {name: str(folder / value) for name, value in options.items() if value in own}
     with pytest.raises(TrainError, match=message):
         make_task(folder, **options | paths)
+
+
+def test_weights_of_the_hub(folder, tmp_path, monkeypatch):
+    """A plan downloads config.json, a run the weights of the commit that its config.json names."""
+    name = "effjax-tests/rtdetr"
+    with serve(("model", name, folder / "rtdetr")) as server:
+        use(server, monkeypatch, tmp_path)
+        plans.training_step(DetectorConfig(weights=name, image_size=32))
+        assert server.downloaded == ["config.json"]
+        task = make_task(folder, weights=name)
+        assert task.config.weights == f"{name}@{COMMIT}"
+        assert {*server.downloaded} == {"config.json", "model.safetensors"}
+        again = make_task(folder, weights=task.config.weights, resume=True)
+    local = make_task(folder)
+    assert again.describe()["base"] == local.describe()["base"]
+    jax.tree.map(np.testing.assert_array_equal, task.start_arrays, local.start_arrays)
+    with pytest.raises(TrainError, match="effjax-tests/other: "):
+        make_task(folder, weights="effjax-tests/other")
 
 
 def test_plans(folder):

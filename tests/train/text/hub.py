@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+import pytest
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PREFIXES = {"model": "", "dataset": "datasets/"}
 
@@ -55,6 +57,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+
+def use(server: Any, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Make `huggingface_hub` download from a server; it reads the environment when imported."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from effjax.train.errors import DataError
 from effjax.train.text.base import find_adapter, find_base
 from effjax.train.text.model import find_model
 from effjax.train.text.sources import read_rows
-from tests.train.text.hub import COMMIT, serve
+from tests.train.text.hub import COMMIT, serve, use
 from tests.train.text.small import finetune_task
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -19,12 +19,8 @@ NAME = "effjax-tests/tiny"
 
 @pytest.fixture
 def server(base, tmp_path, monkeypatch):
-    """Serve the checkpoint; the variables of the environment are read when the Hub is imported."""
     with serve(("model", NAME, base)) as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        use(server, monkeypatch, tmp_path / "cache")
         monkeypatch.chdir(tmp_path)
         yield server
 
