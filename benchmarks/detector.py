@@ -4,7 +4,7 @@ The steps and the cache of plans are those of `effjax memory detector`.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from effjax.memory import max_batch_size, plan
@@ -58,18 +58,12 @@ def plan_form(
 
 
 def run(size: Size) -> Iterator[Result]:
-    # A plan for the TPU takes ten minutes of processor time and more: two forms, no largest batch.
-    plain, _, features = PLANNED
-    steps: Sequence[tuple[str, str, int | None]] = [
-        *((form, "RTX 4090", MULTIPLE) for form in PLANNED),
-        (plain, "TPU v5e", None),
-        (features, "TPU v5e", None),
-    ]
-    models = CONFIG, MODEL
+    # A plan for the TPU takes six minutes of processor time, and each form about six plans.
+    devices, models, multiple = [*DEVICES], (CONFIG, MODEL), MULTIPLE
     if size == "small":
-        steps, models = [(form, "RTX 4090", None) for form in PLANNED], (SMALL_CONFIG, SMALL)
-    for _, device, _ in steps:
+        devices, models, multiple = ["RTX 4090"], (SMALL_CONFIG, SMALL), None
+    for device in devices:
         need_compiler(DEVICES[device])
-    rows = [plan_form(form, device, *models, multiple) for form, device, multiple in steps]
+    rows = [plan_form(form, device, *models, multiple) for device in devices for form in PLANNED]
     notes = ["Times are modelled from published peak rates, not measured."]
     yield Result("detector", "fine-tuning of RT-DETR on one device, planned", {}, rows, notes)

@@ -259,9 +259,9 @@ TABLES = {
                 for column in (
                     Column(f"{d} [GB]", with_dagger, only={"device": d}),
                     number("images/s", "images_per_second", device=d),
+                    number("largest batch", "largest_batch", device=d),
                 )
             ),
-            number("largest batch, RTX 4090", "largest_batch", device="RTX 4090"),
         ],
         ("form",),
     ),
