@@ -466,8 +466,10 @@ def test_plan_says_what_update_rows_saves():
     """Two gradients, and the parameter and the moments of one table; the next one is loaded."""
     program = plan_others()
     assert 8 * TABLE_BYTES <= program.peak_device_bytes <= 9 * TABLE_BYTES
+    # Newer JAX updates the other table last, and the hint counts the one that is loaded next, too.
     assert re.search(
-        r"hint: f32\[\d+,\d+\] is updated whole.*`update_rows` saves up to 805.3 MB", str(program)
+        r"hint: f32\[\d+,\d+\] is updated whole.*`update_rows` saves up to (805.3|939.5) MB",
+        str(program),
     )
 
 
