@@ -27,7 +27,7 @@ from ..ops._common.arguments import (
     check_named_arrays,
 )
 from ..ops._common.dtypes import accumulation_dtype, at_least_float32
-from ..ops._common.sharding import explicit_axes, explicit_spec, reshape
+from ..ops._common.sharding import AnyMesh, explicit_axes, explicit_spec, reshape
 from ..ops.attention import IMPLEMENTATIONS, dot_product_attention
 from ..ops.cross_entropy import linear_cross_entropy
 from ..ops.expert_mlp import Adapted, mix_experts
@@ -60,11 +60,13 @@ class LinearOptions(NamedTuple):
         lora_scale: the factor of the adapters.
         lora_dropout: the share of x that is dropped in the input of A.
         matmul: the products W x; None for those in the dtype of x.
+        mesh: that of the tokens of experts, as in `effjax.expert_mlp`.
     """
 
     lora_scale: float = 1.0
     lora_dropout: float = 0.0
     matmul: Matmul | None = None
+    mesh: AnyMesh | None = None
 
 
 def decoder_shapes(
@@ -206,6 +208,7 @@ def decoder_functions(
     lora_scale: float = 1.0,
     lora_dropout: float = 0.0,
     matmul: Matmul | None = None,
+    mesh: AnyMesh | None = None,
 ) -> DecoderFunctions:
     """Return the functions ``(embed, layer, head)`` of a decoder.
 
@@ -253,6 +256,8 @@ def decoder_functions(
         matmul: "fp8" for products of 8-bit numbers in the linear layers of attention and MLPs, by
             `effjax.fp8_linear`. Experts, adapters, embedding, head and norms are not changed. None
             means products in `dtype`.
+        mesh: with experts, the mesh with Auto axes over which batches are divided, as in
+            `effjax.expert_mlp`. Its size must divide N * T.
 
     Raises:
         TypeError: for a number of another type.
@@ -266,6 +271,7 @@ def decoder_functions(
         as_number("lora_scale", lora_scale, math.isfinite, "finite"),
         as_number("lora_dropout", lora_dropout, lambda a: 0 <= a < 1, "in [0, 1)"),
         check_choice("matmul", matmul, None, *get_args(Matmul)),
+        mesh,
     )
     if mlp_chunk_size is not None:
         mlp_chunk_size = as_integer("mlp_chunk_size", mlp_chunk_size, 1)
@@ -545,7 +551,7 @@ def _apply_experts(
 
     mixed = mix_experts(
         flatten(y), flatten(choices), flatten(weights), stacks, _ExpertMatrices(config, options),
-        activation=family.activation, transposed=True,
+        activation=family.activation, transposed=True, mesh=options.mesh,
     )  # fmt: skip
     mixed = reshape(mixed, y.shape, explicit_spec(y))
     return _norm(config, params, family.norms.after_mlp, mixed), x

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..ops._common.arguments import as_array
+from ..ops._common.sharding import AnyMesh
 from .decoder import (
     Matmul,
     Params,
@@ -27,7 +28,7 @@ class Decoder(nnx.Module):
 
     Args:
         config: the configuration.
-        dtype, attention, mlp_chunk_size, matmul: as in `decoder_functions`.
+        dtype, attention, mlp_chunk_size, matmul, mesh: as in `decoder_functions`.
         rngs: for the parameters (stream `params`), which are initialized as in `init_decoder`.
     """
 
@@ -39,10 +40,11 @@ class Decoder(nnx.Module):
         attention: str | None = None,
         mlp_chunk_size: int | None = None,
         matmul: Matmul | None = None,
+        mesh: AnyMesh | None = None,
         rngs: nnx.Rngs,
     ):
         self.config = config
-        self.options = (dtype, attention, mlp_chunk_size, matmul)
+        self.options = (dtype, attention, mlp_chunk_size, matmul, mesh)
         layers, others = init_decoder(config, rngs.params())
         self.layers, self.others = _as_params(layers), _as_params(others)
 
@@ -85,10 +87,10 @@ class Decoder(nnx.Module):
     @property
     def functions(self) -> Any:
         """The functions ``(embed, layer, head)`` of `decoder_functions`."""
-        dtype, attention, mlp_chunk_size, matmul = self.options
+        dtype, attention, mlp_chunk_size, matmul, mesh = self.options
         return decoder_functions(
             self.config, dtype=dtype, attention=attention, mlp_chunk_size=mlp_chunk_size,
-            matmul=matmul,
+            matmul=matmul, mesh=mesh,
         )  # fmt: skip
 
     def _run_layers(self, batch: Params, apply_layers: ApplyLayers) -> tuple[Any, Params]:

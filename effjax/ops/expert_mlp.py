@@ -20,7 +20,7 @@ from ._common.arguments import as_array, check_choice
 from ._common.derivatives import forbid_forward_mode
 from ._common.dtypes import accumulation_dtype
 from ._common.platform import known_sizes
-from ._common.sharding import match_varying, run_per_device, zeros
+from ._common.sharding import AnyMesh, match_varying, run_per_device, zeros
 
 ACTIVATIONS: dict[str, Callable] = {
     "silu": jax.nn.silu,
@@ -38,6 +38,7 @@ def expert_mlp(
     *,
     activation: str | Callable[[jax.Array], jax.Array] = "silu",
     transposed: bool = False,
+    mesh: AnyMesh | None = None,
 ) -> jax.Array:
     """Compute the weighted sum of the gated MLPs that each token chooses.
 
@@ -55,6 +56,9 @@ def expert_mlp(
         activation: f: "silu", "gelu_pytorch_tanh", or an elementwise function.
         transposed: whether the matrices are [E, F, D], [E, F, D] and [E, D, F], as the weights of
             PyTorch's linear layers are. No transposed copy of them or of their gradients exists.
+        mesh: devices over which the tokens are divided, if the axes of their mesh are Auto; its
+            size must divide T. Without it, each of them computes all tokens. Not needed for
+            Explicit axes, which x shows, nor within `shard_map` and `pmap`.
 
     Returns:
         [T, D], of the dtype of x. The sum over a token's experts is computed in float32 (float64
@@ -72,8 +76,9 @@ def expert_mlp(
     gate, up, down = as_array("gate", gate), as_array("up", up), as_array("down", down)
     _check_matrices(x, gate, up, down, transposed)
     return mix_experts(
-        x, experts, weights, (gate, up, down), tuple, activation=activation, transposed=transposed
-    )
+        x, experts, weights, (gate, up, down), tuple, activation=activation, transposed=transposed,
+        mesh=mesh,
+    )  # fmt: skip
 
 
 class Adapted(NamedTuple):
@@ -93,6 +98,7 @@ def mix_experts(
     *,
     activation: str | Callable[[jax.Array], jax.Array] = "silu",
     transposed: bool = False,
+    mesh: AnyMesh | None = None,
 ) -> jax.Array:
     """Compute `expert_mlp` of matrices that are made of other parameters.
 
@@ -120,7 +126,7 @@ def mix_experts(
         x, weights, *leaves = forbid_forward_mode("expert_mlp", (x, weights, *leaves))
         return _mix(static, x, experts, weights, *leaves)
 
-    return run_per_device(run, x)((x, experts, weights), leaves)
+    return run_per_device(run, x, mesh)((x, experts, weights), leaves)
 
 
 def _merge_equal_choices(experts, weights, num_experts: int) -> tuple[jax.Array, jax.Array]:

@@ -164,10 +164,10 @@ def run_experts(function, params, batch, axis_name=None, **options):
     return function(batch["x"], batch["experts"], weights, **params, **options), ()
 
 
-def expert_mlp(transposed=False, **options):
+def expert_mlp(transposed=False, mesh=None, **options):
     options["transposed"] = transposed
     definition = functools.partial(run_experts, oracles.expert_mlp, **options)
-    op = functools.partial(run_experts, effjax.expert_mlp, **options)
+    op = functools.partial(run_experts, effjax.expert_mlp, **options, mesh=mesh)
     return Subject(op, definition, *make_experts(transposed=transposed))
 
 

@@ -57,7 +57,8 @@ def place(tree, spec, lead=()):
     return jax.tree.map(shape, tree)
 
 for name in names:
-    subject = OPERATORS[name]()
+    # With Auto axes, arrays do not show that their tokens are divided.
+    subject = OPERATORS[name](**{"mesh": mesh} if name == "expert_mlp" and not is_mapped else {})
     run = lambda params, batch: value_and_grads(subject.op, params, batch, None)
     run, lead = (jax.vmap(run, (None, 0)), (4,)) if is_mapped else (run, ())
     # On a mesh, operators follow the devices of their arguments, which vmap hides.

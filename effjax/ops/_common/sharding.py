@@ -14,9 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AxisNames = tuple[Hashable, ...]
+
+AnyMesh = Mesh | AbstractMesh
 
 
 def varying_axes(tree: Any) -> frozenset:
@@ -128,15 +130,21 @@ def with_auto_axes(fun: Callable, x: jax.Array, out_sharding: Any) -> Callable:
     return run
 
 
-def run_per_device(fun: Callable, x: jax.Array) -> Callable:
+def run_per_device(fun: Callable, x: jax.Array, mesh: AnyMesh | None = None) -> Callable:
     """On a mesh with Explicit axes, run ``fun(arrays, parameters) -> y`` on each device's batch.
 
     `arrays` and y have a batch axis that is sharded as that of x; the parameters are replicated.
-    The transpose sums the gradients of the parameters once.
+    The transpose sums the gradients of the parameters once. If the axes are Auto, which x does not
+    show, the batch is sharded over all axes of `mesh`, if it is given.
     """
     axes = explicit_axes(x)
     if not axes:
-        return fun
+        if mesh is None or mesh.size == 1 or manual_axes():
+            return fun
+        batch = PartitionSpec(mesh.axis_names)
+        return jax.shard_map(
+            fun, mesh=mesh, in_specs=(batch, PartitionSpec()), out_specs=batch
+        )  # fmt: skip
     sharding = jax.typeof(x).sharding
     batch = PartitionSpec(sharding.spec[0])
 

@@ -257,7 +257,7 @@ class DecoderLearner:
         embed, layer, head = decoder_functions(
             model, dtype=config.dtype,
             mlp_chunk_size=config.mlp_chunk_size, lora_scale=config.lora_scale,
-            lora_dropout=config.lora_dropout or 0.0, matmul=config.matmul,
+            lora_dropout=config.lora_dropout or 0.0, matmul=config.matmul, mesh=self.mesh,
         )  # fmt: skip
         if config.has_pairs:
             embed_rows, head = embed, self._preference_head

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from effjax import offload_jit, offload_train_step, to_device, to_host
+from effjax.memory import collectives
 from effjax.models import DecoderConfig, decoder_functions, decoder_shapes, init_decoder
 from effjax.models.scan import scan_layers
 from effjax.ops.quantize import dequantize, quantize
@@ -193,6 +194,7 @@ EXPERT_FORMS = [
     dict(params_in="host", fuse_update=True),
     dict(devices=4, mesh="data=2,fsdp=2", policy="everything"),
     dict(policy="dots", activations_in="host"),
+    dict(devices=2, mesh="fsdp=2", params_in="host", fuse_update=True),
 ]
 
 
@@ -201,6 +203,15 @@ def test_steps_with_experts_match_optax(form):
     """The loss of the router is that of all rows, on several devices too."""
     learner = make_learner(model=EXPERTS, **form)
     assert_like_optax(learner, rtol=2e-5, atol=5e-4, has_experts=True)
+
+
+def test_devices_compute_their_own_tokens_with_experts():
+    """They send gradients, and little more for the losses, the router and the norm."""
+    learner = make_learner(devices=4, model=EXPERTS)
+    batch = global_batch(make_batch(), ROWS, learner.mesh)
+    step = jax.jit(learner.train_step()).lower(learner.shapes(), batch, jax.random.key(0))
+    sent = sum(c.bytes * c.count for c in collectives(step.compile().as_text()))
+    assert sent <= 1.1 * 4 * sum(a.size for a in jax.tree.leaves(learner.model_shapes()))
 
 
 def test_microbatches_with_experts():
