@@ -300,7 +300,7 @@ def test_merges_into_the_quantized_base(base, tmp_path, form):
     merged, as_is = (finetune_task(tmp_path / name, data=rows) for name in ("merged", "as_is"))
     state = merged.initial_state()
     losses = [t.make_eval()(t.initial_state(), "validation")["loss"] for t in (merged, as_is)]
-    assert losses[0] == pytest.approx(loss, rel=1e-5) != pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(loss, rel=1e-6) != pytest.approx(losses[1], rel=1e-6)
     adapters, scale = load_adapter(tmp_path / "copy")
     trained = decoder_shapes(dataclasses.replace(model.config, dtype="bfloat16"))
     layers, others = load_checkpoint(base, *trained)
