@@ -316,15 +316,20 @@ def make_denoising_queries(
 
     Args:
         key: of the noise.
-        targets: the objects; N must not be 0.
+        targets: the objects.
         config: an `RTDetrConfig`.
 
     Returns:
         The queries, for a call of `RTDetr`; None if `num_denoising` is 0.
+
+    Raises:
+        ValueError: for targets without room for an object.
     """
     if not config.num_denoising:
         return None
     n, num_classes = targets.labels.shape[1], config.num_labels
+    if not n:
+        raise ValueError("`targets` of shape [B, 0] must have at least one object, or padding.")
     groups = max(config.num_denoising // n, 1)
     number = jnp.arange(2 * n * groups)
 

@@ -115,6 +115,8 @@ def mix_experts(
     leaves, structure = jax.tree.flatten(parameters)
     num_experts = leaves[0].shape[0]
     _check_choices(x, experts, weights, known, num_experts)
+    if mesh is not None and x.shape[0] % mesh.size:
+        raise ValueError(f"`mesh` of {mesh.size} devices must divide the tokens of `x` {x.shape}.")
     if not x.size or not experts.shape[1]:
         return x * 0
     static = _Static(make, structure, activation, transposed)

@@ -174,6 +174,9 @@ def test_matching_avoids_invalid_costs():
 def test_errors_name_the_argument():
     with pytest.raises(ValueError, match="targets .=8., with padding, must be at most the number"):
         detection_loss(*draw(n=8), config=CONFIG)
+    with pytest.raises(ValueError, match=r"`targets` of shape .B, 0."):
+        empty = jax.tree.map(lambda a: a[:, :0], draw()[1])
+        make_denoising_queries(jax.random.key(0), empty, config=CONFIG)
     with pytest.raises(ValueError, match="`costs` of shape"):
         match(np.zeros((2, 5, 4)), np.ones((2, 5), bool))
     output, targets = draw()

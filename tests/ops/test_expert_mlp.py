@@ -11,7 +11,7 @@ from effjax import expert_mlp
 from effjax.ops.expert_mlp import Adapted, mix_experts
 from effjax.ops.quantize import Quantized, dequantize, quantize
 from tests import oracles
-from tests.contexts import assert_trees_close
+from tests.contexts import assert_trees_close, mesh_of
 from tests.ops.subjects import make_experts
 from tests.tiers import vary
 
@@ -195,3 +195,10 @@ def test_adapters_below_the_rounding_of_16_bits(x64):
     got = apply("bfloat16", make, jax.tree.map(jnp.float32, pairs), batch["weights"])
     want = apply("float64", add, pairs, batch["weights"])
     assert_trees_close(got, want, 2e-2)
+
+
+def test_a_mesh_that_does_not_divide_the_tokens():
+    params, batch = make_experts(num_tokens=9)
+    arguments = (batch[name] for name in ("x", "experts", "weights"))
+    with pytest.raises(ValueError, match=r"`mesh` of 8 devices must divide the tokens of `x` .9, "):
+        expert_mlp(*arguments, **params, mesh=mesh_of((8,), ("i",)))

@@ -142,9 +142,8 @@ def run_per_device(fun: Callable, x: jax.Array, mesh: AnyMesh | None = None) -> 
         if mesh is None or mesh.size == 1 or manual_axes():
             return fun
         batch = PartitionSpec(mesh.axis_names)
-        return jax.shard_map(
-            fun, mesh=mesh, in_specs=(batch, PartitionSpec()), out_specs=batch
-        )  # fmt: skip
+        specs = batch, PartitionSpec()
+        return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=batch)
     sharding = jax.typeof(x).sharding
     batch = PartitionSpec(sharding.spec[0])
 

@@ -65,6 +65,11 @@ class DetectorLearner(Learner):
     model: RTDetrConfig
     arrays: Sequence[nnx.State]  # shapes of the parameters and of the running statistics
 
+    @property
+    def trained(self) -> Any:
+        """The nnx filter of the parameters."""
+        return nnx.Param
+
     def loss(self, params: nnx.State, stats: nnx.State, batch: Batch, key: jax.Array) -> Any:
         """Return the loss of a batch, and the new running statistics beside None."""
         model: Any = nnx.merge(self.graphdef, params, stats, copy=True)
@@ -72,7 +77,7 @@ class DetectorLearner(Learner):
         denoising = make_denoising_queries(key, targets, config=self.model)
         output = model(self.normalize(batch.images), denoising)
         loss, _ = detection_loss(output, targets, config=self.model)
-        _, _, stats = nnx.split(model, nnx.Param, ...)
+        _, _, stats = nnx.split(model, self.trained, ...)
         return loss, (stats, None)
 
     def shapes(self) -> TrainState:
